@@ -1,0 +1,144 @@
+"""
+Attention Residuals: what a layer reads is a learned mixture over depth (report §2.2; arXiv 2603.15031).
+
+A plain transformer adds every layer's output into one sum. Here the outputs are summed only within a block of a few layers; each layer
+part (attention or MLP) reads a softmax mixture of all finished block sums and of the running one. With sources x_1 … x_S, each one
+vector per token (x_1 is the token embedding), a learned pseudo-query w and an RMSNorm with weight n:
+
+    logit_s = RMSNorm(x_s; n) · w        no 1/√d
+    p       = softmax over s             in fp32
+    h       = Σ_s p_s x_s                the raw x_s, not the normed ones
+
+w starts at zero, so every mixture starts as a plain mean. "Full" AttnRes is the same with one block per layer part.
+
+This file is the bottom of the house: RMSNorm (used by every other file), the mixture, and the stream of blocks.
+"""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# RMSNorm: y = x / sqrt(mean x² + eps) · weight, the mean in fp32
+
+class _RMSNorm(torch.autograd.Function):
+    """F.rms_norm by hand: on a CPU torch runs it as ten separate passes; this takes a third of the time."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        r = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1] + eps)   # (..., 1)
+        n = x * r
+        ctx.save_for_backward(n, r, weight)
+        return n * weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        n, r, weight = ctx.saved_tensors
+        dweight = dy * n
+        along = (dweight @ weight).unsqueeze(-1) / n.shape[-1]             # the part of dn that points along n, (..., 1)
+        dx = (dy * weight).addcmul_(n, along, value=-1).mul_(r)
+        return dx, dweight.flatten(0, -2).sum(0), None
+
+
+class RMSNorm(nn.Module):
+    """x (..., width) → same shape and dtype."""
+
+    def __init__(self, width, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
+            return _RMSNorm.apply(x, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The mixture: definition, then the form that is used
+
+def mix_definition(sources, u, eps=1e-5):
+    """sources: list of (B, T, d); u = n ⊙ w, (d). → (B, T, d). RMSNorm(x; n)·w = (x·u) / rms(x), so n and w meet only as u."""
+    x = torch.stack(sources).float()                                       # (S, B, T, d)
+    logits = F.rms_norm(x, x.shape[-1:], eps=eps) @ u.float()              # (S, B, T)
+    p = logits.softmax(0)
+    return torch.einsum("sbt,sbtd->btd", p, x).to(sources[0].dtype)
+
+
+class _Mix(torch.autograd.Function):
+    """
+    The same without ever copying the sources into one tensor. A source is a tensor that lives anyway (a finished block is shared by
+    all later mixtures), so what a mixture keeps for backward is three numbers per token and source, and never sources × layers × d.
+    """
+
+    @staticmethod
+    def forward(ctx, u, eps, *sources):
+        d = u.shape[0]
+        rms, logits = [], []
+        for x in sources:
+            x = x.float()
+            rms.append(torch.rsqrt(torch.linalg.vector_norm(x, dim=-1).square_() / d + eps))       # (B, T)
+            logits.append((x @ u.float()) * rms[-1])                       # (B, T)
+        rms, logits = torch.stack(rms), torch.stack(logits)                # (S, B, T)
+        p = logits.softmax(0)
+        out = sources[0] * p[0].unsqueeze(-1)                              # (B, T, d), fp32
+        for x, weight in zip(sources[1:], p[1:]):
+            out.addcmul_(x, weight.unsqueeze(-1))
+        ctx.save_for_backward(u, rms, logits, p, *sources)
+        return out.to(sources[0].dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        u, rms, logits, p, *sources = ctx.saved_tensors
+        dout = dout.float()
+        d = u.shape[0]
+        dp = torch.stack([(dout * x).sum(-1) for x in sources])            # (S, B, T)
+        dlogit = p * (dp - (p * dp).sum(0))
+        along_u = dlogit * rms                                             # d logit / d(x·u)
+        along_x = -dlogit * logits * rms * rms / d                         # d logit / d rms, as a multiple of x
+        du = torch.zeros_like(u, dtype=torch.float32)
+        dsources = []
+        for s, x in enumerate(sources):
+            x = x.float()
+            du += along_u[s].flatten() @ x.flatten(0, -2)                  # (d)
+            dx = dout * p[s].unsqueeze(-1)
+            dx.addcmul_(along_u[s].unsqueeze(-1), u.float()).addcmul_(x, along_x[s].unsqueeze(-1))
+            dsources.append(dx.to(sources[s].dtype))
+        return du.to(u.dtype), None, *dsources
+
+
+class Mix(nn.Module):
+    """One mixture: sources, a list of (B, T, d) → (B, T, d). w (d) is the pseudo-query, norm.weight (d) belongs to the keys."""
+
+    def __init__(self, width, eps=1e-5):
+        super().__init__()
+        self.norm = RMSNorm(width, eps)
+        self.w = nn.Parameter(torch.zeros(width))
+
+    def forward(self, sources):
+        with torch.autocast(self.w.device.type, enabled=False):
+            return _Mix.apply(self.w * self.norm.weight, self.norm.eps, *sources)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The stream: the list of finished block sums, and the running one
+
+class Stream:
+    """
+    Takes the place of `x`: where another model writes x = x + f(norm(x)), here it is stream.add(f(norm(stream.read(mix)))).
+    Each source appears exactly once: a block is closed (its sum joins the list) and the next one starts without the old sum.
+    """
+
+    def __init__(self, embedding):
+        self.blocks, self.running = [], embedding                          # each (B, T, d); the embedding becomes the first block
+
+    def read(self, mix):
+        return mix([*self.blocks, self.running]) if self.blocks else self.running
+
+    def close_block(self):
+        self.blocks, self.running = [*self.blocks, self.running], None     # a new list: a finished block is never written again
+
+    def add(self, x):
+        self.running = x if self.running is None else self.running + x

@@ -1,0 +1,185 @@
+"""
+What it costs, measured here. Ratios are of medians, with both sides run in turn in one process, so that a noisy machine falls on both.
+
+    python bench.py              everything below
+    python bench.py kda          kda_chunk against kda_recurrent, forward + backward
+    python bench.py moe          the grouped experts against a loop over experts
+    python bench.py step         a training step of the quickstart model against a plain GPT of as many active parameters
+    python bench.py decode       prefill and decode speed against context length
+    python bench.py balance      Quantile Balancing against the sign rule, on a router skewed on purpose
+"""
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import kda
+import moe
+import train
+from model import K3, K3Config
+
+
+def in_turn(runs, *functions):
+    """Run the functions in turn, `runs` times after one warm-up → the median seconds of each."""
+    times = [[] for _ in functions]
+    for i in range(runs + 1):
+        for f, seconds in zip(functions, times):
+            began = time.perf_counter()
+            f()
+            if i:
+                seconds.append(time.perf_counter() - began)
+    return [statistics.median(seconds) for seconds in times]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+def bench_kda():
+    print("kda_chunk against kda_recurrent, forward + backward, fp32; errors are of the largest value, against fp64")
+    for (B, T, H, K), aim, runs in (((4, 256, 4, 64), 15, 5), ((1, 2048, 4, 64), 50, 3)):
+        torch.manual_seed(0)
+        inputs = [F.normalize(torch.randn(B, T, H, K), dim=-1), F.normalize(torch.randn(B, T, H, K), dim=-1), torch.randn(B, T, H, K),
+                  -5 * torch.sigmoid(2 * torch.randn(B, T, H, K) - 2), torch.rand(B, T, H)]
+        weight = torch.randn(B, T, H, K)
+
+        def run(f, inputs=inputs):
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            o, _ = f(*inputs)
+            return [o, *torch.autograd.grad((o * weight.to(o.dtype)).sum(), inputs)]
+        slow, fast = in_turn(runs, lambda: run(kda.kda_recurrent), lambda: run(kda.kda_chunk))
+        errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(run(kda.kda_chunk), run(kda.kda_recurrent, [x.double() for x in inputs]))]
+        print(f"  B={B} T={T} H={H} K=V={K}: {slow / fast:.1f} times as fast (aim {aim}); error forward {errors[0]:.1e} (aim 1e-5), "
+              f"gradients {max(errors[1:]):.1e} (aim 1e-4)")
+
+
+def bench_moe():
+    E, k, tokens = 64, 4, 4096
+    layer = K3(K3Config(n_layer=1, first_k_dense_replace=0, num_experts=E, num_experts_per_token=k, n_embd=256, moe_intermediate_size=64,
+                        routed_expert_hidden_size=128)).layers[0].mlp
+    z = torch.randn(tokens, 128, requires_grad=True)
+    chosen, p = torch.rand(tokens, E).topk(k).indices, torch.rand(tokens, k)
+
+    def loop():
+        out = torch.zeros(tokens, 128)
+        for e in range(E):
+            token, slot = (chosen == e).nonzero(as_tuple=True)
+            h = moe.situ(z[token] @ layer.w13[e, 0].T, z[token] @ layer.w13[e, 1].T, 4.0, 25.0)
+            out = out.index_add(0, token, h @ layer.w2[e].T * p[token, slot].unsqueeze(-1))
+        return out
+    grouped = lambda: layer.experts(z, chosen, p)
+    same = (loop() - grouped()).abs().max().item()
+    slow, fast = in_turn(5, lambda: loop().sum().backward(), lambda: grouped().sum().backward())
+    print(f"experts, {E} of width 64 in a latent of 128, top-{k}, {tokens} tokens, forward + backward: grouped is {slow / fast:.1f} times as fast as a "
+          f"loop over experts (aim 4); difference {same:.1e}")
+
+
+class PlainGPT(nn.Module):
+    """The yardstick: learned positions, RMSNorm, SDPA, GELU MLP of four times the width."""
+
+    def __init__(self, vocab_size, n_layer, n_embd, n_head, hidden, context):
+        super().__init__()
+        linear = lambda a, b: nn.Linear(a, b, bias=False)
+        self.n_head = n_head
+        self.embed, self.positions = nn.Embedding(vocab_size, n_embd), nn.Embedding(context, n_embd)
+        self.layers = nn.ModuleList(nn.ModuleDict(dict(
+            norm1=nn.RMSNorm(n_embd), qkv=linear(n_embd, 3 * n_embd), o=linear(n_embd, n_embd),
+            norm2=nn.RMSNorm(n_embd), up=linear(n_embd, hidden), down=linear(hidden, n_embd))) for _ in range(n_layer))
+        self.norm, self.lm_head = nn.RMSNorm(n_embd), linear(n_embd, vocab_size)
+
+    def forward(self, idx, targets):
+        B, T = idx.shape
+        x = self.embed(idx) + self.positions.weight[:T]
+        for m in self.layers:
+            q, k, v = m["qkv"](m["norm1"](x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)        # (B, H, T, D) each
+            x = x + m["o"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1))
+            x = x + m["down"](F.gelu(m["up"](m["norm2"](x))))
+        logits = self.lm_head(self.norm(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def bench_step():
+    given, _ = train.read_arguments(["config/shakespeare.py"])
+    sizes = {name: value for name, value in given.items() if name in K3Config.__dataclass_fields__}
+    config, batch, context = K3Config(**sizes), given.get("batch_size", train.Settings.batch_size), given.get("context", train.Settings.context)
+    k3 = K3(config)
+    k3_optimizer = k3.configure_optimizers(1e-3)
+    # as many active parameters: the same width and depth, the MLP's width makes up the difference
+    d, L = config.n_embd, config.n_layer
+    hidden = round((k3.num_active_params() - config.vocab_size * d - L * 4 * d * d) / (2 * L * d))
+    gpt = PlainGPT(config.vocab_size, L, d, config.n_head, hidden, context)
+    gpt_optimizer = torch.optim.AdamW(gpt.parameters(), fused=True)
+    active = sum(p.numel() for p in gpt.parameters()) - gpt.embed.weight.numel() - gpt.positions.weight.numel()
+    idx = torch.randint(0, config.vocab_size, (batch, context))
+
+    def step(model, optimizer):
+        model(idx, idx)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if model is k3:
+            model.update_router_bias()
+    ours, plain = in_turn(10, lambda: step(k3, k3_optimizer), lambda: step(gpt, gpt_optimizer))
+    print(f"a step of config/shakespeare.py, {batch} × {context} tokens, {k3.num_active_params():,} active parameters, against a plain GPT with "
+          f"{active:,} (MLP width {hidden}): {ours / plain:.2f} times as long (aim 1.6); {ours * 1e3:.0f} and {plain * 1e3:.0f} ms")
+
+
+def bench_decode():
+    print("prefill in pieces of 1,024 tokens, then decode one by one; a model of the default sizes, one sequence")
+    for name, mla_every, aim in (("KDA only", 0, 1.3), ("3:1 with MLA", 4, 2.5)):
+        model = K3(K3Config(mla_every=mla_every, n_layer=4)).eval()
+        caches, prefill = {}, {}
+        with torch.no_grad():
+            for context in (1024, 4096, 16384):
+                cache, began = model.new_cache(1), time.perf_counter()
+                for piece in torch.randint(0, 1024, (1, context)).split(1024, dim=1):
+                    model(piece, cache=cache, last_only=True)
+                caches[context], prefill[context] = cache, context / (time.perf_counter() - began)
+            token = torch.zeros(1, 1, dtype=torch.long)
+            decode = dict(zip(caches, in_turn(100, *(lambda cache=cache: model(token, cache=cache, last_only=True) for cache in caches.values()))))
+        for context in caches:
+            constant = sum(layer["state"].numel() + sum(t.numel() for t in layer["tails"]) for layer in caches[context] if "state" in layer)
+            latents = sum(layer["latents"].shape[-1] * layer["length"] for layer in caches[context] if "latents" in layer)
+            print(f"  {name:13s} context {context:>6,}: prefill {prefill[context]:>7,.0f} tokens/s, decode {1 / decode[context]:>5.0f} tokens/s; cache "
+                  f"{constant:,} numbers constant, {latents:,} latents")
+        print(f"  {name:13s} a token at 16,384 takes {decode[16384] / decode[1024]:.2f} times as long as at 1,024 (aim {aim})")
+
+
+def bench_balance():
+    print("max violation (max load / mean load − 1) after 0, 1, 2, … updates; a router skewed on purpose, fresh tokens every step")
+    for E, k, tokens, aim, updates in ((64, 4, 8192, 0.25, 7), (896, 16, 32768, 0.3, 6)):
+        def curve(update, steps, every=1):
+            torch.manual_seed(0)
+            skew, bias, out = torch.randn(E) * 1.5, torch.zeros(E), []
+            for step in range(steps + 1):
+                scores = torch.sigmoid(torch.randn(tokens, E) + skew)
+                chosen, cutoff = moe.choose(scores, bias, k)
+                load = torch.bincount(chosen.flatten(), minlength=E)
+                if step % every == 0:
+                    out.append(moe.load_figures(load)[0])
+                bias = update(scores, cutoff, bias, load)
+            return out
+
+        def quantile(scores, cutoff, bias, load):
+            histogram = moe.QuantileHistogram(E)
+            histogram.observe(scores, cutoff, bias)
+            return histogram.quantile_bias(bias, k)
+        sign = lambda scores, cutoff, bias, load: bias + 1e-3 * torch.sign(load.float().mean() - load)
+        curves = dict(quantile=curve(quantile, updates))
+        if E == 64:
+            curves["sign rule at 1e-3, every 50 updates"] = curve(sign, 500, every=50)
+        print(f"  {E} experts, top-{k}, {tokens:,} tokens (aim: {aim} within {updates} updates)")
+        for name, values in curves.items():
+            print(f"    {name}: " + " ".join(f"{v:.2f}" for v in values))
+
+
+BENCHES = dict(kda=bench_kda, moe=bench_moe, step=bench_step, decode=bench_decode, balance=bench_balance)
+
+if __name__ == "__main__":
+    unknown = [name for name in sys.argv[1:] if name not in BENCHES]
+    if unknown:
+        sys.exit(f"error: no bench {unknown[0]}; there are: {', '.join(BENCHES)}")
+    train.keep_memory()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for name in sys.argv[1:] or BENCHES:
+        BENCHES[name]()

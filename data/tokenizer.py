@@ -1,0 +1,187 @@
+"""
+Text to token ids and back. Every tokenizer here is a `tiktoken.Encoding`, built from a pattern that splits text into pieces, from ranks
+(bytes -> id; a lower id merges first) and from special tokens. The three are stored together and travel with a data set and a checkpoint:
+
+    {"name": "bpe", "pattern": "...", "ranks": the text of a .tiktoken file, "special": {"<|endoftext|>": 1023}}
+
+    bytes            the 256 bytes and end-of-text
+    bpe              byte-level BPE, trained by rustbpe on your own text
+    gpt2, o200k_...  tiktoken's own, which it fetches or finds in its cache
+    PATH             a ranks file: K3's tiktoken.model; the tokenizer.tiktoken of a prepared data set; GPT-2's r50k_base.tiktoken; ...
+
+All of them contain the 256 single bytes, so there is no unknown text. Text is always ordinary text: "<|endoftext|>" in a document is
+thirteen characters, and the separator between documents is added by id.
+"""
+import base64
+import codecs
+import difflib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import tiktoken
+
+END = "<|endoftext|>"
+# Letters with one leading mark, digits by three, punctuation with its line ends, blanks (GPT-4's). Training and use both take it from here.
+PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# K3's: runs of Han characters stand alone; a word is capitals, then small letters, then an English ending.
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+WORD = r"[^\r\n\p{L}\p{N}]?%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+K3_PATTERN = "|".join([r"[\p{Han}]+", WORD % f"{UPPER}*{LOWER}+", WORD % f"{UPPER}+{LOWER}*",
+                       r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
+# K3's special tokens are the 256 ids after its ranks; these have a name, build() calls the others reserved.
+K3_SPECIAL = {"[BOS]": 0, "[EOS]": 1, "<|end_of_msg|>": 2, "<|open|>": 3, "<|close|>": 4, "<|sep|>": 5, "[UNK]": 254, "[PAD]": 255}
+
+
+def build(name, pattern, ranks, special):
+    """The one place that makes an Encoding. Every id from 0 to n_vocab - 1 gets a token, so a model can never sample one without."""
+    missing = [b for b in range(256) if bytes([b]) not in ranks]
+    if missing:
+        shown = " ".join(f"{b:02x}" for b in missing[:8]) + (" ..." if len(missing) > 8 else "")
+        raise ValueError(f"tokenizer {name}: {len(missing)} of the 256 single bytes have no rank (hex {shown}), so some text could not "
+                         "be encoded; get a complete ranks file")
+    used = {*ranks.values(), *special.values()}
+    if len(used) < len(ranks) + len(special) or min(used) < 0 or max(used) >= 1 << 20:
+        raise ValueError(f"tokenizer {name}: its ids must be distinct and between 0 and {(1 << 20) - 1}; the file is spoiled or cut short")
+    reserved = {f"<|reserved_token_{i}|>": i for i in range(max(used)) if i not in used}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={**special, **reserved})
+
+
+def train_bpe(texts, vocab_size):
+    """A BPE of vocab_size tokens, end-of-text counted, from an iterator of str. Fewer if the text runs out of pairs."""
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size is {vocab_size}; it must be 257 or more: 256 bytes and end-of-text")
+    try:
+        import rustbpe
+    except ImportError:
+        raise ValueError("training a BPE needs rustbpe: pip install rustbpe (or use --tokenizer=bytes)") from None
+    trainer = rustbpe.Tokenizer()
+    try:
+        trainer.train_from_iterator(texts, vocab_size - 1, buffer_size=256, pattern=PATTERN)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":   # Rust's, and not an Exception
+            raise
+        raise ValueError(f"rustbpe failed: {error} (is there a run of a million blanks in the text?)") from None
+    ranks = {}
+    for token, _ in trainer.get_mergeable_ranks():     # two merges can spell the same bytes: the first one counts
+        ranks.setdefault(bytes(token), len(ranks))
+    return build("bpe", PATTERN, ranks, {END: len(ranks)})
+
+
+def parse_ranks(text, where):
+    ranks = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise ValueError(f"{where}: line {number} is {line[:40]!r}, not a token in base64 and its rank; "
+                             "the file is spoiled, cut short or no ranks file") from None
+    return ranks
+
+
+def from_file(path):
+    """A file of ranks. What the file does not hold, pattern and special tokens, comes from meta.json beside it or from its name."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no tokenizer file {path}; expected a tiktoken.model or .tiktoken file")
+    text = path.read_bytes().decode("latin-1")
+    meta = path.with_name("meta.json")
+    if path.suffix == ".tiktoken" and meta.is_file():   # the tokenizer of another data set
+        return from_dict({**json.loads(meta.read_text(encoding="utf-8")).get("tokenizer", {}), "ranks": text})
+    ranks = parse_ranks(text, path)
+    if path.suffix == ".model":
+        first = max(ranks.values(), default=-1) + 1
+        return build("k3", K3_PATTERN, ranks, {name: first + i for name, i in K3_SPECIAL.items()})
+    end = min(set(range(len(ranks) + 1)).difference(ranks.values()))   # the first free id, as in GPT-2
+    return build(path.stem, GPT2_PATTERN if "gpt2" in path.name or "50k" in path.name else PATTERN, ranks, {END: end})
+
+
+def from_tiktoken(name):
+    """tiktoken.get_encoding, with an answer instead of a riddle on a machine without network."""
+    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", Path(tempfile.gettempdir(), "data-gym-cache"))))
+    found = {p.name: p.stat().st_size for p in cache.iterdir() if p.is_file()} if cache.is_dir() else {}   # tiktoken deletes a spoiled file
+    try:
+        enc = tiktoken.get_encoding(name)
+    except Exception as error:
+        url = getattr(getattr(error, "request", None), "url", None)
+        if url is None:                                 # not a failed download
+            raise ValueError(f"tiktoken could not load {name}: {error}") from None
+        file, key = url.rsplit("/", 1)[-1], hashlib.sha1(url.encode()).hexdigest()   # the cache name is the hash of the address
+        spoiled = f" A file was there, but spoiled or cut short ({found[key]} bytes)." if key in found else ""
+        rename = f" There is a {cache / file}: rename it to that." if file in found else ""
+        raise ValueError(f"tokenizer {name} needs {file}, which could not be fetched ({type(error).__name__}) and is not in tiktoken's "
+                         f"cache as {cache / key}.{spoiled}{rename} Put it there (TIKTOKEN_CACHE_DIR or DATA_GYM_CACHE_DIR name another "
+                         "folder), give the path of a ranks file (--tokenizer=path/to/r50k_base.tiktoken is GPT-2's), or use bpe or bytes"
+                         ) from None
+    return build(name, enc._pat_str, enc._mergeable_ranks, enc._special_tokens)
+
+
+def make(which, texts=(), vocab_size=1024):
+    """bytes | bpe | a name of tiktoken's | a path. `texts` and `vocab_size` are for bpe, which learns from them."""
+    if which == "bytes":
+        return build("bytes", r"[\s\S]", {bytes([b]): b for b in range(256)}, {END: 256})
+    if which == "bpe":
+        return train_bpe(texts, vocab_size)
+    names = tiktoken.list_encoding_names()
+    if which in names:
+        return from_tiktoken(which)
+    if Path(which).is_file() or os.sep in which or which.endswith((".model", ".tiktoken")):
+        return from_file(which)
+    near = difflib.get_close_matches(which, ["bytes", "bpe", *names], 1)
+    raise ValueError(f"no tokenizer {which!r}" + (f", did you mean {near[0]}?" if near else "")
+                     + f" There are: bytes, bpe, {', '.join(names)}, or the path of a ranks file")
+
+
+def to_dict(enc):
+    """All that makes the tokenizer, in str and int only: fit for JSON and for torch.load(weights_only=True)."""
+    ranks = sorted((rank, base64.b64encode(token).decode()) for token, rank in enc._mergeable_ranks.items())
+    return {"name": enc.name, "pattern": enc._pat_str, "ranks": "".join(f"{token} {rank}\n" for rank, token in ranks),
+            "special": dict(enc._special_tokens)}
+
+
+def from_dict(d):
+    kinds = {"name": str, "pattern": str, "ranks": str, "special": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(d, dict) or not isinstance(d.get(key), kind)]
+    if wrong:
+        raise ValueError(f"stored tokenizer: {', '.join(wrong)} missing or of the wrong type; prepare the data or save the checkpoint anew")
+    return build(d["name"], d["pattern"], parse_ranks(d["ranks"], f"tokenizer {d['name']}"), d["special"])
+
+
+def end_of_text(enc):
+    """The id between documents: [EOS] in K3's tokenizer, <|endoftext|> in the others."""
+    for name in (END, "[EOS]"):
+        if name in enc._special_tokens:
+            return enc._special_tokens[name]
+    raise ValueError(f"tokenizer {enc.name} has neither {END} nor [EOS] to put between documents; use another one")
+
+
+def encode(enc, text):
+    """str -> ids, a uint32 array. The only text that has no ids is no text: half of a surrogate pair cannot be written in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {text[error.start]!r} at position {error.start} of the text is half a surrogate pair, which no "
+                         "tokenizer can take (often a byte that is not UTF-8); remove it") from None
+    return enc.encode_to_numpy(text, disallowed_special=())
+
+
+class StreamDecoder:
+    """Ids -> text, one at a time. A character can be spread over several tokens: it comes out whole, with the last of them. Joined, the
+    pieces are enc.decode(ids). Special tokens come out as their names, so stop at end_of_text(enc) before the push if you want none."""
+
+    def __init__(self, enc):
+        self.enc = enc
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token):
+        try:
+            return self.utf8.decode(self.enc.decode_single_token_bytes(token))
+        except (KeyError, OverflowError):
+            raise ValueError(f"token id {token} is not in the vocabulary (0 to {self.enc.n_vocab - 1})") from None
+
+    def finish(self):
+        return self.utf8.decode(b"", final=True)   # a character cut short by the end becomes a replacement mark

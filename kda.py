@@ -1,0 +1,376 @@
+"""
+Kimi Delta Attention (report §2.1.1; arXiv 2510.26692): linear attention with a matrix state and one decay per channel.
+
+Per head a state S (K×V) is a memory of key → value pairs. Each token first lets it fade, channel by channel, then corrects what it
+returns for the token's key (the delta rule), then reads it with the query:
+
+    S ← Diag(exp g) S                     g: log decay per channel, g_min < g ≤ 0
+    S ← S + β k (v − Sᵀk)ᵀ                β in (0, 1): how much of the error to correct
+    o = Sᵀ q · K^-½
+
+`kda_recurrent` is that, token by token. `kda_chunk` computes the same for C tokens at a time, with matrix products (below), with a
+backward written by hand. `KDA` is the layer: projections, short convolutions, gates, and a cache of constant size.
+
+Shapes: B sequences, T tokens, H heads, K key and V value channels; N chunks of C tokens, M = B·H, n tiles of 16 tokens in a chunk.
+"""
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from attnres import RMSNorm
+
+LOG2E = math.log2(math.e)
+TILE = 16            # rows that share one exponent anchor: with g > −5.9 a tile spans less than e^(15·5.9) < 2^128 …
+SHIFT = 2.0 ** 64    # … split evenly: row factors are multiplied by this and column factors divided, so that neither leaves fp32
+
+
+def kda_recurrent(q, k, v, g, beta, state=None):
+    """
+    The definition. q, k, g (B, T, H, K), q and k of unit length, g the log decay; v (B, T, H, V); beta (B, T, H);
+    state (B, H, K, V) or None for zeros. → o (B, T, H, V) in v's dtype, state (B, H, K, V) in fp32 (fp64 for fp64 inputs).
+    """
+    q, k, v, g, beta, S, dtype = _arguments(q, k, v, g, beta, state)
+    o = []
+    with torch.autocast(q.device.type, enabled=False):
+        for t in range(q.shape[1]):
+            S = g[:, t].exp().unsqueeze(-1) * S                                                          # (B, H, K, V)
+            error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+            S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t].unsqueeze(-1) * error)
+            o.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) * q.shape[-1] ** -0.5)
+    return torch.stack(o, dim=1).to(dtype), S
+
+
+def _arguments(q, k, v, g, beta, state):
+    """Check shapes, bring everything to fp32 (fp64 if any is), make the zero state. Errors: ValueError naming the argument."""
+    if q.dim() != 4 or q.shape[1] < 1:
+        raise ValueError(f"q: expected (B, T, H, K) with T ≥ 1, got {tuple(q.shape)}")
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    expected = dict(k=(k, (B, T, H, K)), v=(v, (B, T, H, V)), g=(g, (B, T, H, K)), beta=(beta, (B, T, H)), state=(state, (B, H, K, V)))
+    for name, (x, shape) in expected.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name}: expected {shape} to go with q {tuple(q.shape)}, got {tuple(x.shape)}")
+    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype, g.dtype) else torch.float32
+    state = q.new_zeros(B, H, K, V, dtype=dtype) if state is None else state
+    return *(x.to(dtype) for x in (q, k, v, g, beta, state)), v.dtype
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The chunk form. With q scaled by K^-½, G_i the sum of g over the chunk up to and with row i, and S₀ the state that enters:
+#
+#     A_qk[i,j] = Σ_c q_ic k_jc exp(G_ic − G_jc), j ≤ i       A_kk[i,j] likewise from k, j < i
+#     (I + Diag(β) A_kk) U = Diag(β) (V − (K ⊙ e^G) S₀)       row i of U is β times the error that token i corrects
+#     O = (Q ⊙ e^G) S₀ + A_qk U                               S_C = Diag(e^{G_C}) S₀ + (K ⊙ e^{G_C − G})ᵀ U
+#
+# exp(G_i − G_j) splits into a row and a column factor around an anchor a, exp(G_i − G_a) · exp(G_a − G_j), so that A is a matrix product.
+# e^−G overflows over 64 tokens; so rows go by tiles of 16, anchored at the tile's FIRST row: columns of earlier tiles have factors ≤ 1,
+# those of the tile itself stay below e^75 at g = −5. (An anchor further down would let later tokens change earlier outputs by rounding;
+# a constant SHIFT, an exact power of two, changes nothing but the room left in fp32.)
+# The column factors move from one tile's anchor to the next by a product with exp(a_next − a), which is ≤ 1.
+# Everything for q and for k is done on stacked rows: a tile holds 16 rows of q, then 16 rows of k. Exponents are in base 2 (faster).
+
+def _to_chunks(x, C):
+    """(B, T, H, D) → (N, B·H, C, D), padded with zeros: a padding row has k = 0, β = 0, g = 0 and changes nothing."""
+    B, T, H, D = x.shape
+    x = F.pad(x, (0, 0, 0, 0, 0, -T % C)).view(B, -1, C, H, D)
+    return x.permute(1, 0, 3, 2, 4).contiguous().view(-1, B * H, C, D)
+
+
+def _from_chunks(x, B, T):
+    """The way back: (N, B·H, C, D) → (B, T, H, D)."""
+    N, M, C, D = x.shape
+    return x.reshape(N, B, M // B, C, D).permute(1, 0, 3, 2, 4).reshape(B, N * C, M // B, D)[:, :T]
+
+
+def unit_lower_inverse(L):
+    """
+    L (N, M, C, C), strictly lower triangular → (I + L)^-1. Forward substitution in the diagonal tiles, all at once; then pairs of
+    inverted blocks are merged exactly, [[A, 0], [X, D]]^-1 = [[A^-1, 0], [−D^-1 X A^-1, D^-1]]. Never by squaring: its
+    intermediate powers reach 1e9 when the keys of a chunk are alike.
+    """
+    N, M, C, _ = L.shape
+    n = C // TILE
+    tiles = torch.stack([L[..., a:a + TILE, a:a + TILE] for a in range(0, C, TILE)])                     # (n, N, M, 16, 16)
+    tiles = tiles.permute(3, 4, 0, 1, 2).reshape(TILE, TILE, -1).contiguous().neg_()                     # all tiles side by side, last
+    for i in range(2, TILE):
+        tiles[i, :i] += (tiles[i, :i, None] * tiles[:i, :i]).sum(0)
+    tiles = tiles.view(TILE, TILE, n, N, M).permute(2, 3, 4, 0, 1)                                       # (n, N, M, 16, 16)
+    inverse = torch.zeros_like(L)
+    inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
+    for i, a in enumerate(range(0, C, TILE)):
+        inverse[..., a:a + TILE, a:a + TILE] += tiles[i]
+    size = TILE
+    while size < C:
+        for a in range(0, C - size, 2 * size):
+            top, low = slice(a, a + size), slice(a + size, a + 2 * size)
+            inverse[..., low, top] = -inverse[..., low, low] @ (L[..., low, top] @ inverse[..., top, top])
+        size *= 2
+    return inverse
+
+
+def _causal(C, dtype, device):
+    """For one tile of stacked rows against its own 16 columns: q sees j ≤ i, k sees j < i. (32, 16) of 0 and 1."""
+    i = torch.arange(TILE, device=device)
+    return torch.cat([i[:, None] >= i, i[:, None] > i]).to(dtype)
+
+
+class _Chunk(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, state, C):
+        B, T, H, K = q.shape
+        V, n = v.shape[-1], C // TILE
+        q, k, v, g, beta = (_to_chunks(x, C) for x in (q, k, v, g, beta.unsqueeze(-1)))                  # (N, M, C, ·)
+        beta = beta.clamp(min=1e-30)                                                                     # backward divides by it
+        N, M = q.shape[:2]
+        ones = torch.ones(C, C, dtype=q.dtype, device=q.device).tril()
+        tile = (N, M, n, TILE)
+
+        # decays, all from the running sum G and the anchors a
+        G = ones @ (g * LOG2E)                                                                           # (N, M, C, K)
+        a = G[:, :, ::TILE]                                                                              # (N, M, n, K)
+        row = (G.view(*tile, K) - a.unsqueeze(3)).exp2_().mul_(SHIFT)                                    # within a tile, (N, M, n, 16, K)
+        start = a.exp2().div_(SHIFT).unsqueeze(3)                                                        # chunk start → anchor, (N, M, n, 1, K)
+        step = (a[:, :, 1:] - a[:, :, :-1]).exp2_().unsqueeze(3)                                         # anchor → next, (N, M, n-1, 1, K)
+        end = (G[:, :, -1:] - a[:, :, -1:]).exp2_().mul_(SHIFT)                                          # last anchor → chunk end, (N, M, 1, K)
+        total = G[:, :, -1].exp2().unsqueeze(-1)                                                         # (N, M, K, 1)
+
+        # stacked rows and A, tile by tile
+        rows = q.new_empty(N, M, n, 2, TILE, K)
+        torch.mul(q.view(*tile, K), row, out=rows[:, :, :, 0]).mul_(K ** -0.5)
+        torch.mul(k.view(*tile, K), row, out=rows[:, :, :, 1])
+        A = q.new_zeros(N, M, n, 2 * TILE, C)
+        for i, col in _columns(k, row, step):
+            A[:, :, i, :, :col.shape[2]] = rows[:, :, i].flatten(2, 3) @ col.mT                          # (N, M, 32, 16(i+1))
+            A[:, :, i, :, col.shape[2] - TILE:col.shape[2]] *= _causal(C, A.dtype, A.device)
+        keep = col * end                                                                                 # K ⊙ e^{G_C − G}, (N, M, C, K)
+        A_qk, A_kk = (A.view(N, M, n, 2, TILE, C)[:, :, :, i].reshape(N, M, C, C) for i in (0, 1))
+
+        # U = U₀ − W S₀ for the whole sequence, then the one part that is sequential: the state, chunk by chunk
+        q_start, k_start = ((rows[:, :, :, i] * start).view(N, M, C, K) for i in (0, 1))                 # Q ⊙ e^G, K ⊙ e^G
+        inverse = unit_lower_inverse(A_kk * beta)
+        solve = inverse * beta.mT                                                                        # (N, M, C, C)
+        W = solve @ k_start                                                                              # (N, M, C, K)
+        U = solve @ v                                                                                    # (N, M, C, V)
+        S = q.new_empty(N + 1, M, K, V)
+        S[0] = state.reshape(M, K, V)
+        for c in range(N):
+            U[c].baddbmm_(W[c], S[c], alpha=-1)
+            torch.mul(S[c], total[c], out=S[c + 1]).baddbmm_(keep[c].mT, U[c])
+
+        o = q_start @ S[:-1]
+        o += A_qk @ U
+        ctx.save_for_backward(k, beta, row, start, step, end, total, rows, q_start, A_qk, inverse, W, U, S, keep)
+        ctx.shape = B, T, H, K, V, C
+        return _from_chunks(o, B, T), S[-1].view(B, H, K, V).clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dstate):
+        k, beta, row, start, step, end, total, rows, q_start, A_qk, inverse, W, U, S, keep = ctx.saved_tensors
+        B, T, H, K, V, C = ctx.shape
+        N, M = k.shape[:2]
+        n = C // TILE
+        do = _to_chunks(do, C)                                                                           # (N, M, C, V)
+
+        # the state's gradient, from the last chunk to the first; dS[c + 1] belongs to the state that leaves chunk c
+        dU = A_qk.mT @ do
+        dS = k.new_empty(N + 1, M, K, V)
+        dS[:-1] = q_start.mT @ do
+        dS[N] = dstate.reshape(M, K, V)
+        for c in reversed(range(N)):
+            dU[c].baddbmm_(keep[c], dS[c + 1])
+            dS[c].addcmul_(dS[c + 1], total[c]).baddbmm_(W[c].mT, dU[c], alpha=-1)
+        dR = inverse.mT @ dU                                                                             # through the triangular solve
+        dbeta = (dR * U).sum(-1, keepdim=True) / beta                                                    # U = β ⊙ error
+        dv = beta * dR
+
+        # the gradients of A and of the stacked rows, tile by tile
+        dout = k.new_empty(N, M, n, 2, TILE, V)
+        dout[:, :, :, 0] = do.view(N, M, n, TILE, V)
+        torch.neg(dv.view(N, M, n, TILE, V), out=dout[:, :, :, 1])
+        dout = dout.view(N, M, 2 * C, V)
+        dA = (dout @ U.mT).view(N, M, n, 2 * TILE, C)
+        drows = ((dout @ S[:-1].mT).view(N, M, n, 2 * TILE, K) * start)
+        for i, col in _columns(k, row, step):
+            dA[:, :, i, :, col.shape[2] - TILE:col.shape[2]] *= _causal(C, dA.dtype, dA.device)
+            drows[:, :, i] += dA[:, :, i, :, :col.shape[2]] @ col
+        dkeep = U @ dS[1:].mT
+        dcol = dkeep * end                                                                               # the columns, at the last anchor
+        for i in reversed(range(n)):
+            dcol[:, :, :(i + 1) * TILE] += dA[:, :, i, :, :(i + 1) * TILE].mT @ rows[:, :, i].flatten(2, 3)
+            if i > 0:
+                dcol[:, :, :i * TILE] *= step[:, :, i - 1]                                               # back to the anchor before
+        dcol = dcol.view(N, M, n, TILE, K) / row
+
+        # x ⊙ dx summed with its sign is the gradient of G; g gets the sum of all later ones in the chunk
+        drows = drows.view(N, M, n, 2, TILE, K)
+        dG = (rows * drows).sum(3).view(N, M, C, K).addcmul_(k, dcol.view(N, M, C, K), value=-1)
+        dG[:, :, -1] += (keep * dkeep).sum(2) + (S[:-1] * dS[1:]).sum(-1) * total.squeeze(-1)
+        dg = torch.ones(C, C, dtype=k.dtype, device=k.device).triu() @ dG
+        drows *= row.unsqueeze(3)
+        dq = drows[:, :, :, 0].reshape(N, M, C, K) * K ** -0.5
+        dk = (drows[:, :, :, 1] + dcol).view(N, M, C, K)
+        dq, dk, dv, dg, dbeta = (_from_chunks(x, B, T) for x in (dq, dk, dv, dg, dbeta))
+        return dq, dk, dv, dg, dbeta.squeeze(-1), dS[0].view(B, H, K, V), None
+
+
+def _columns(k, row, step):
+    """For each tile i: the keys of tiles 0 … i, times exp(G_a − G_j) with a the first row of tile i. Yields i, (N, M, 16(i+1), K)."""
+    N, M, n, _, K = row.shape
+    col = k.new_empty(N, M, n * TILE, K)
+    for i in range(n):
+        if i > 0:
+            col[:, :, :i * TILE] *= step[:, :, i - 1]
+        torch.div(k[:, :, i * TILE:(i + 1) * TILE], row[:, :, i], out=col[:, :, i * TILE:(i + 1) * TILE])
+        yield i, col[:, :, :(i + 1) * TILE]
+
+
+def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
+    """
+    kda_recurrent by chunks, in plain PyTorch: same arguments, same results (fp32 inside), differentiable once in everything.
+    chunk: tokens at a time, a multiple of 16. Longer chunks are fewer sequential steps, and more work per token.
+    g must lie in (−5.9, 0]: beyond that a tile's factors leave fp32.
+    """
+    q, k, v, g, beta, state, dtype = _arguments(q, k, v, g, beta, state)
+    if chunk < TILE or chunk % TILE:
+        raise ValueError(f"chunk: expected a multiple of {TILE}, got {chunk}")
+    if not torch.compiler.is_compiling():
+        low, high = g.detach().aminmax()
+        if not (low > -5.9 and high <= 0):
+            raise ValueError(f"g: expected log decays in (-5.9, 0], got values from {low:.4g} to {high:.4g}")
+    C = min(chunk, -(-q.shape[1] // TILE) * TILE)
+    with torch.autocast(q.device.type, enabled=False):
+        o, state = _Chunk.apply(q, k, v, g, beta, state, C)
+    return o.to(dtype), state
+
+
+def kda(q, k, v, g, beta, state=None):
+    """The one place that chooses: a single token is the recurrence itself, more are chunks."""
+    if q.shape[1] == 1:
+        return kda_recurrent(q, k, v, g, beta, state)
+    wide = q.shape[0] * q.shape[2] >= 16       # many heads at once: a sequential step is wide enough, so chunks may be short
+    return kda_chunk(q, k, v, g, beta, state, chunk=16 if wide and not q.is_cuda else 64)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The layer
+
+class _ShortConv(torch.autograd.Function):
+    """
+    y = SiLU(Σ_j w_j x_{t−W+1+j}), each channel by itself. x (B, W−1+T, D) begins with the W−1 inputs before the first output; w (D, W).
+    Written as W shifted products: on a CPU F.conv1d takes two to four times as long for so narrow a kernel.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        W = w.shape[1]
+        T = x.shape[1] - W + 1
+        taps = w.t().contiguous()                                                                        # (W, D)
+        y = x[:, W - 1:] * taps[W - 1]                                                                   # (B, T, D)
+        for j in range(W - 1):
+            y.addcmul_(x[:, j:j + T], taps[j])
+        ctx.save_for_backward(x, taps, y)
+        return F.silu(y).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        x, taps, y = ctx.saved_tensors
+        T = y.shape[1]
+        dy = torch.ops.aten.silu_backward(dout.to(y.dtype), y)                                           # (B, T, D)
+        dx = torch.zeros_like(x, dtype=dy.dtype)
+        dw = torch.empty_like(taps.t())                                                                  # (D, W)
+        for j, tap in enumerate(taps):
+            dx[:, j:j + T].addcmul_(dy, tap)
+            dw[:, j] = (dy * x[:, j:j + T]).sum((0, 1))
+        return dx.to(x.dtype), dw
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution, no bias, then SiLU: (B, T, D) → (B, T, D). weight (D, 1, width), as released."""
+
+    def __init__(self, channels, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+    def forward(self, x, tail=None):
+        """tail (B, width−1, D): the inputs that came before x, None for zeros. → output, the new tail."""
+        before = self.weight.shape[-1] - 1
+        x = F.pad(x, (0, 0, before, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], dim=1)      # (B, width-1+T, D)
+        return _ShortConv.apply(x, self.weight.squeeze(1)), x[:, x.shape[1] - before:].detach()
+
+
+def unit(x):
+    """Per head to length 1: x / sqrt(Σ x² + 1e-6), over the last axis."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+class KDA(nn.Module):
+    """
+    q, k, v = SiLU(conv(W x)), q and k to unit length per head;   β = sigmoid(W_β x);
+    g = g_min · sigmoid(exp(A_log) · (W_up W_down x + dt_bias)), in fp32, so g_min < g < 0;
+    y = W_o [sigmoid(W_g x) ⊙ RMSNorm_head(o)], one norm weight of width V for all heads.
+
+    x (B, T, d) → (B, T, d). cache: a dict from new_cache, updated in place; the same result however a sequence is cut into calls.
+    Parameter names are those of the released model.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        d, self.H, self.K, self.V = config.n_embd, config.n_head, config.kda_key_dim, config.kda_value_dim
+        self.g_min = config.g_min
+        self.q_proj = nn.Linear(d, self.H * self.K, bias=False)
+        self.k_proj = nn.Linear(d, self.H * self.K, bias=False)
+        self.v_proj = nn.Linear(d, self.H * self.V, bias=False)
+        self.q_conv1d = ShortConv(self.H * self.K, config.conv_size)
+        self.k_conv1d = ShortConv(self.H * self.K, config.conv_size)
+        self.v_conv1d = ShortConv(self.H * self.V, config.conv_size)
+        self.f_a_proj = nn.Linear(d, self.K, bias=False)                   # W_down; the rank of the decay is K
+        self.f_b_proj = nn.Linear(self.K, self.H * self.K, bias=False)     # W_up
+        self.A_log = nn.Parameter(torch.empty(self.H))
+        self.dt_bias = nn.Parameter(torch.empty(self.H * self.K))
+        self.b_proj = nn.Linear(d, self.H, bias=False)
+        self.g_proj = nn.Linear(d, self.H * self.V, bias=False)
+        self.o_norm = RMSNorm(self.V, config.rms_norm_eps)
+        self.o_proj = nn.Linear(self.H * self.V, d, bias=False)
+
+    def _apply(self, fn, recurse=True):
+        """A cast (.bfloat16(), .to(dtype)) must not round these: they move with the model and stay in fp32."""
+        fp32 = {id(p) for p in (self.A_log, self.dt_bias, self.o_norm.weight, *(c.weight for c in self._convs()))}
+
+        def keep(x):
+            y = fn(x)
+            return x.to(y.device) if id(x) in fp32 and y.dtype != x.dtype else y
+        return super()._apply(keep, recurse)
+
+    def _convs(self):
+        return self.q_conv1d, self.k_conv1d, self.v_conv1d
+
+    def new_cache(self, batch_size):
+        """State (B, H, K, V) in fp32 and the last inputs of each convolution: constant in the length of the text."""
+        device = self.A_log.device
+        tails = [torch.zeros(batch_size, c.weight.shape[-1] - 1, c.weight.shape[0], device=device) for c in self._convs()]
+        return dict(state=torch.zeros(batch_size, self.H, self.K, self.V, device=device), tails=tails)
+
+    def log_decay(self, x):
+        """x (B, T, d) → g (B, T, H, K), fp32 (fp64 from an fp64 model)."""
+        raw = self.f_b_proj(self.f_a_proj(x))
+        z = (raw.to(torch.promote_types(raw.dtype, torch.float32)) + self.dt_bias).unflatten(-1, (self.H, self.K))
+        return self.g_min * torch.sigmoid(self.A_log.exp().unsqueeze(-1) * z)
+
+    def forward(self, x, cache=None):
+        tails = cache["tails"] if cache else [None] * 3
+        inputs = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        (q, k, v), tails = zip(*(conv(y, tail) for conv, y, tail in zip(self._convs(), inputs, tails)))
+        q = unit(q.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
+        k = unit(k.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
+        v = v.unflatten(-1, (self.H, self.V))                              # (B, T, H, V)
+        beta = self.b_proj(x).float().sigmoid()                            # (B, T, H)
+        o, state = kda(q, k, v, self.log_decay(x), beta, cache["state"] if cache else None)
+        if cache:
+            cache["state"], cache["tails"] = state, tails
+        gate = self.g_proj(x).sigmoid()                                    # (B, T, H·V)
+        return self.o_proj(gate * self.o_norm(o).flatten(2))

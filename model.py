@@ -1,0 +1,418 @@
+"""
+Kimi K3 (arXiv 2607.24653), the whole of it: this file is the map, the parts are in the files it imports.
+
+    tokens → embedding → 93 layers → norm → lm_head
+
+A layer is an attention part, then an MLP part. There is no x + f(x): what a part reads is a learned mixture over depth (attnres.py).
+Attention is KDA (kda.py), a linear attention with a state of constant size; every 4th layer, and the last, is Gated MLA (here), a
+softmax attention over compressed latents. Neither knows positions. The MLP is a dense SiTU-GLU in the first layer, then Stable LatentMoE
+(moe.py). Weights are trained with Per-Head Muon (muon.py).
+
+    K3Config      every size, and the checks between them; K3Config.k3() is the released model
+    GatedMLA      §2.1.2
+    Layer, K3     the wiring, initialisation, counting, optimizer and generation
+"""
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import muon
+from attnres import Mix, RMSNorm, Stream
+from kda import KDA
+from moe import LatentMoE, SiTUGLU, load_figures
+
+
+@dataclass
+class K3Config:
+    """Sizes of a model. The defaults are the small one that a laptop trains. Names are nanoGPT's, then the released config's."""
+    vocab_size: int = 1024
+    n_layer: int = 4
+    n_embd: int = 128
+    n_head: int = 4                        # of KDA and of MLA
+    # attention: which layers are MLA, counted from 1; all others are KDA
+    mla_every: int = 4                     # every so many, and the last; 0: none (for study)
+    full_attn_layers: tuple = ()           # or listed one by one; the last layer must be among them
+    kda_key_dim: int = 0                   # K and V of the state; 0: n_embd / n_head
+    kda_value_dim: int = 0
+    conv_size: int = 4
+    g_min: float = -5.0                    # the log decay's lower bound
+    q_lora_rank: int = 64
+    kv_lora_rank: int = 48                 # + rope: what MLA caches for a token
+    qk_nope_head_dim: int = 24
+    qk_rope_head_dim: int = 8              # the slice of q and k that is shared by all heads; nothing is rotated
+    v_head_dim: int = 32
+    # MLP
+    first_k_dense_replace: int = 1         # dense layers at the start
+    intermediate_size: int = 512           # of a dense layer
+    num_experts: int = 16
+    num_experts_per_token: int = 2
+    num_shared_experts: int = 2            # one MLP of that many times moe_intermediate_size
+    moe_intermediate_size: int = 64
+    routed_expert_hidden_size: int = 64    # the latent ℓ
+    routed_scaling_factor: float = 1.0
+    situ_beta: float = 4.0
+    situ_linear_beta: float = 25.0
+    router_bias_ema: float = 0.0           # how much of the old router bias an update keeps
+    # attention residuals
+    attn_res: str = "block"                # or "full": a block per layer part
+    attn_res_block_size: int = 2           # layers a block
+    rms_norm_eps: float = 1e-5
+
+    @classmethod
+    def k3(cls):
+        """The released model: 2.78T parameters, 104B of them active for a token."""
+        return cls(vocab_size=163840, n_layer=93, n_embd=7168, n_head=96, full_attn_layers=(*range(4, 93, 4), 93),
+                   kda_key_dim=128, kda_value_dim=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                   v_head_dim=128, intermediate_size=33792, num_experts=896, num_experts_per_token=16, num_shared_experts=2,
+                   moe_intermediate_size=3072, routed_expert_hidden_size=3584, attn_res_block_size=12)
+
+    def __post_init__(self):
+        def rule(holds, name, what):
+            if not holds:
+                raise ValueError(f"config: {name} = {getattr(self, name)!r}; {what}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type is int:
+                rule(isinstance(value, int) and not isinstance(value, bool), f.name, "expected a whole number")
+                may_be_zero = f.name in ("mla_every", "kda_key_dim", "kda_value_dim", "first_k_dense_replace", "qk_rope_head_dim")
+                rule(value >= (0 if may_be_zero else 1), f.name, f"must be at least {0 if may_be_zero else 1}")
+        if not (self.kda_key_dim and self.kda_value_dim):
+            rule(self.n_embd % self.n_head == 0, "n_head",
+                 f"must divide n_embd = {self.n_embd}, or kda_key_dim and kda_value_dim must be given")
+            self.kda_key_dim = self.kda_key_dim or self.n_embd // self.n_head
+            self.kda_value_dim = self.kda_value_dim or self.n_embd // self.n_head
+        rule(-5.9 <= self.g_min < 0, "g_min", "must lie in [-5.9, 0): below that the 16-row tiles of KDA leave fp32")
+        layers = self.full_attn_layers = tuple(self.full_attn_layers)
+        rule(sorted(set(layers)) == list(layers) and all(1 <= i <= self.n_layer for i in layers), "full_attn_layers",
+             f"must be ascending numbers from 1 to n_layer = {self.n_layer}")
+        rule(not layers or layers[-1] == self.n_layer, "full_attn_layers", f"must end with the last layer, {self.n_layer}")
+        rule(self.first_k_dense_replace <= self.n_layer, "first_k_dense_replace", f"must be at most n_layer = {self.n_layer}")
+        rule(self.num_experts_per_token <= self.num_experts, "num_experts_per_token", f"must be at most num_experts = {self.num_experts}")
+        for name in ("moe_intermediate_size", "routed_expert_hidden_size"):
+            rule(getattr(self, name) % 8 == 0, name, "must be a multiple of 8: grouped matrix products want rows of 16 bytes")
+        rule(self.attn_res in ("block", "full"), "attn_res", "must be 'block' or 'full'")
+        rule(0 <= self.router_bias_ema < 1, "router_bias_ema", "must lie in [0, 1)")
+        rule(self.situ_beta > 0, "situ_beta", "must be positive")
+        rule(self.situ_linear_beta is None or self.situ_linear_beta > 0, "situ_linear_beta", "must be positive, or None for no limit")
+
+    def is_mla(self, i):
+        """Whether layer i, counted from 0, is Gated MLA."""
+        if self.full_attn_layers:
+            return i + 1 in self.full_attn_layers
+        return self.mla_every > 0 and ((i + 1) % self.mla_every == 0 or i + 1 == self.n_layer)
+
+
+class GatedMLA(nn.Module):
+    """
+    Multi-head latent attention without positions, with an output gate (§2.1.2). What is kept of a token is one latent c and one key
+    slice k_shared for all heads; keys and values of a head are read out of c by W_kvb.
+
+        q = W_qb RMSNorm(W_qa x)                      per head: nope + rope
+        [c, k_shared] = W_kva x;  c ← RMSNorm(c)      kv_lora_rank + rope numbers: this is what the cache holds
+        [k_nope, v] = W_kvb c                         per head: nope + V
+        k = [k_nope, k_shared]                        "rope" is only a name here
+        y = W_o [sigmoid(W_g x) ⊙ softmax(q kᵀ / √(nope + rope), causal) v]
+
+    x (B, T, d) → (B, T, d). cache: a dict from new_cache, updated in place.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        d, self.H = config.n_embd, config.n_head
+        self.nope, self.rope, self.V, self.R = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
+        self.q_a_proj = nn.Linear(d, config.q_lora_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, 1e-6)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, self.H * (self.nope + self.rope), bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(d, self.R + self.rope, bias=False)
+        self.kv_a_layernorm = RMSNorm(self.R, 1e-6)
+        self.kv_b_proj = nn.Linear(self.R, self.H * (self.nope + self.V), bias=False)
+        self.g_proj = nn.Linear(d, self.H * self.V, bias=False)
+        self.o_proj = nn.Linear(self.H * self.V, d, bias=False)
+        self.register_buffer("max_logit", torch.full((self.H,), -torch.inf), persistent=False)      # of the step, for QK-Clip
+
+    def new_cache(self, batch_size):
+        return dict(latents=self.o_proj.weight.new_zeros(batch_size, 0, self.R + self.rope), length=0)
+
+    def forward(self, x, cache=None):
+        B, T, _ = x.shape
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(B, T, self.H, self.nope + self.rope)
+        c, k_shared = self.kv_a_proj_with_mqa(x).split([self.R, self.rope], dim=-1)
+        c = self.kv_a_layernorm(c)                                         # (B, T, R)
+        past = cache["length"] if cache else 0
+        if cache:
+            self.append(cache, torch.cat([c, k_shared], dim=-1))
+        o = self.absorbed(q, cache["latents"][:, :past + T]) if past else self.expanded(q, c, k_shared)
+        return self.o_proj(self.g_proj(x).sigmoid() * o.flatten(2))
+
+    def expanded(self, q, c, k_shared):
+        """The definition, for a sequence from its start: keys and values of every head. → (B, T, H, V)."""
+        B, T, H, _ = q.shape
+        k, v = self.kv_b_proj(c).view(B, T, H, self.nope + self.V).split([self.nope, self.V], dim=-1)
+        k = torch.cat([k, k_shared.unsqueeze(2).expand(B, T, H, self.rope)], dim=-1)
+        if self.training and torch.is_grad_enabled():
+            self.max_logit.copy_(torch.maximum(self.max_logit, largest_logit(q.detach(), k.detach())))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                   # (B, H, T, ·)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    def absorbed(self, q, latents):
+        """
+        The same against cached latents (B, S, R + rope), of which q's T tokens are the last. W_kvb moves over to the query and to the
+        output, q·(W_k c) = (W_kᵀ q)·c, so a cached token costs R + rope products a head and is never expanded. → (B, T, H, V).
+        """
+        T, S = q.shape[1], latents.shape[1]
+        w_k, w_v = self.kv_b_proj.weight.to(q.dtype).view(self.H, self.nope + self.V, self.R).split([self.nope, self.V], dim=1)
+        q_latent = torch.einsum("bthn,hnr->bthr", q[..., :self.nope], w_k)
+        q = torch.cat([q_latent, q[..., self.nope:]], dim=-1) * (self.nope + self.rope) ** -0.5     # (B, T, H, R + rope)
+        logits = torch.einsum("bthr,bsr->bhts", q, latents).float()
+        if T > 1:
+            future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
+            logits = logits.masked_fill(future, -torch.inf)
+        p = logits.softmax(-1).to(q.dtype)
+        o = torch.einsum("bhts,bsr->bthr", p, latents[..., :self.R])
+        return torch.einsum("bthr,hvr->bthv", o, w_v)
+
+    @staticmethod
+    def append(cache, new):
+        """Latents live in a buffer that doubles when it is full, so a token costs no copy of all the earlier ones."""
+        length = cache["length"] + new.shape[1]
+        if length > cache["latents"].shape[1]:
+            grown = new.new_empty(new.shape[0], max(length, 2 * cache["latents"].shape[1]), new.shape[2])
+            grown[:, :cache["length"]] = cache["latents"][:, :cache["length"]]
+            cache["latents"] = grown
+        cache["latents"][:, cache["length"]:length] = new.detach()
+        cache["length"] = length
+
+
+@torch.no_grad()
+def largest_logit(q, k, tau=100.0):
+    """
+    q, k (B, T, H, D) → (H): the largest causal logit of each head. |q||k| bounds it; where no bound exceeds tau nothing will be
+    clipped, the exact maximum does not matter, and the bounds are returned.
+    """
+    scale = q.shape[-1] ** -0.5
+    bound = q.norm(dim=-1).amax((0, 1)) * k.norm(dim=-1).amax((0, 1)) * scale
+    if bound.max() <= tau:
+        return bound
+    T = q.shape[1]
+    largest = torch.full_like(bound, -torch.inf)
+    for start in range(0, T, 256):                                         # so that (T, T) logits never exist at once
+        logits = torch.einsum("bthd,bshd->bhts", q[:, start:start + 256], k[:, :start + 256]).float() * scale
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(start + 1)
+        largest = torch.maximum(largest, logits.masked_fill(future, -torch.inf).amax((0, 2, 3)))
+    return largest
+
+
+class Layer(nn.Module):
+
+    def __init__(self, config, i):
+        super().__init__()
+        d, eps = config.n_embd, config.rms_norm_eps
+        self.full = config.attn_res == "full"
+        self.starts_block = self.full or i % config.attn_res_block_size == 0
+        self.attn_mix = Mix(d, eps)                # layer 0 has nothing to mix yet: there it is stored, and does nothing
+        self.attn_norm = RMSNorm(d, eps)
+        self.attn = GatedMLA(config) if config.is_mla(i) else KDA(config)
+        self.mlp_mix = Mix(d, eps)
+        self.mlp_norm = RMSNorm(d, eps)
+        if i < config.first_k_dense_replace:
+            self.mlp = SiTUGLU(d, config.intermediate_size, config.situ_beta, config.situ_linear_beta)
+        else:
+            self.mlp = LatentMoE(config)
+
+    def forward(self, stream, cache=None, counted=None):
+        """Reads from the stream and adds to it. counted: which tokens count for balance, (B, T) bool or None for all."""
+        x = self.attn_norm(stream.read(self.attn_mix))                     # (B, T, d)
+        if self.starts_block:
+            stream.close_block()
+        stream.add(self.attn(x, cache))
+        x = self.mlp_norm(stream.read(self.mlp_mix))
+        if self.full:
+            stream.close_block()
+        stream.add(self.mlp(x, counted) if isinstance(self.mlp, LatentMoE) else self.mlp(x))
+
+
+class K3(nn.Module):
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layer))
+        self.out_mix = Mix(config.n_embd, config.rms_norm_eps)
+        self.norm = RMSNorm(config.n_embd, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """
+        embedding                        normal, std 1
+        lm_head                          zero: the first loss is exactly ln(vocab)
+        every matrix                     normal, std 1/√(its input width)
+        o_proj, down_proj, w2, up_proj   zero: every layer part starts as nothing        (W↓, an input, is no down_proj here)
+        convolutions                     uniform ±1/√width
+        norm weights                     1
+        pseudo-queries w                 0: a plain mean over depth
+        A_log                            0
+        dt_bias                          softplus⁻¹ of log-uniform [0.001, 0.1]
+        router bias                      0
+        """
+        for name, p in self.named_parameters():
+            last = name.split(".")[-2]
+            if last == "embed":
+                p.normal_()
+            elif name.endswith((".w", "A_log")):
+                p.zero_()
+            elif name.endswith("dt_bias"):
+                dt = torch.empty_like(p).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+                p.copy_(dt + torch.log(-torch.expm1(-dt)))                 # softplus⁻¹(dt)
+            elif last.endswith("conv1d"):
+                p.uniform_(-p.shape[-1] ** -0.5, p.shape[-1] ** -0.5)
+            elif p.dim() >= 2:
+                p.normal_(std=p.shape[-1] ** -0.5)
+            else:
+                p.fill_(1)
+
+    # ---- running it
+
+    def forward(self, idx, targets=None, cache=None, last_only=False):
+        """
+        idx, targets (B, T) int64 → logits (B, T, vocab), or (B, 1, vocab) with last_only, and the loss, the mean cross-entropy in nats
+        (None without targets). A target of −1 is ignored, and its token does not count for balance. cache: from new_cache; the tokens
+        then follow those of earlier calls.
+        """
+        stream = Stream(self.embed(idx))                                   # (B, T, d)
+        counted = None if targets is None else targets != -1
+        for i, layer in enumerate(self.layers):
+            layer(stream, cache[i] if cache else None, counted)
+        x = self.norm(stream.read(self.out_mix))
+        logits = self.lm_head(x[:, -1:] if last_only else x)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def new_cache(self, batch_size):
+        """One dict a layer: for KDA a state and three conv tails of constant size, for MLA kv_lora_rank + rope numbers a token."""
+        return [layer.attn.new_cache(batch_size) for layer in self.layers]
+
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stream=False, vocab_size=None):
+        """
+        idx (B, T ≥ 1) → (B, T + max_new_tokens); with stream=True an iterator over the new tokens, each (B, 1). temperature 0 takes the
+        likeliest. top_k: only the k likeliest; top_p: only the likeliest that together reach p. vocab_size: ids from there on (rows that
+        only pad the vocabulary) are never sampled. Draws from torch's global generator.
+        """
+        if idx.dim() != 2 or idx.shape[1] < 1:
+            raise ValueError(f"idx: expected (B, T) with at least one token to start from, got {tuple(idx.shape)}")
+        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+            raise ValueError(f"expected temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1; got {temperature}, {top_k}, {top_p}")
+        tokens = self._generate(idx, max_new_tokens, temperature, top_k, top_p, vocab_size)
+        return tokens if stream else torch.cat([idx, *tokens], dim=1)
+
+    @torch.no_grad()
+    def _generate(self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size):
+        was_training, cache = self.training, self.new_cache(idx.shape[0])
+        self.eval()
+        try:
+            for _ in range(max_new_tokens):
+                logits = self(idx, cache=cache, last_only=True)[0][:, -1, :vocab_size].float()      # (B, vocab)
+                idx = sample_token(logits, temperature, top_k, top_p)                               # (B, 1): the only input from now on
+                yield idx
+        finally:
+            self.train(was_training)
+
+    # ---- training it
+
+    @torch.no_grad()
+    def update_router_bias(self):
+        """
+        Once per optimizer step: Quantile Balancing from the step's tokens. → per MoE layer a dict: layer (from 0), load (E), the tokens
+        of each expert, max_violation = max load / mean load − 1, dead = experts without a token.
+        """
+        figures = []
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer.mlp, LatentMoE):
+                load = layer.mlp.update_router_bias()
+                violation, dead = load_figures(load)
+                figures.append(dict(layer=i, load=load, max_violation=violation, dead=dead))
+        return figures
+
+    def configure_optimizers(self, lr, weight_decay=0.1):
+        """Per-Head Muon for the matrices, AdamW for the rest; every step ends with QK-Clip. The lists are all there is: each parameter
+        stands in exactly one."""
+        per_head, whole, decayed, plain = [], [], [self.embed, self.lm_head], [self.out_mix.w, self.out_mix.norm, self.norm]
+        for layer in self.layers:
+            a, m = layer.attn, layer.mlp
+            plain += [layer.attn_mix.w, layer.attn_mix.norm, layer.attn_norm, layer.mlp_mix.w, layer.mlp_mix.norm, layer.mlp_norm]
+            whole += [a.g_proj, a.o_proj]
+            if isinstance(a, KDA):
+                per_head += [a.q_proj, a.k_proj, a.v_proj]
+                whole += [a.f_a_proj, a.f_b_proj, a.b_proj]
+                plain += [a.q_conv1d, a.k_conv1d, a.v_conv1d, a.A_log, a.dt_bias, a.o_norm]
+            else:
+                per_head += [a.q_b_proj, a.kv_b_proj]
+                whole += [a.q_a_proj, a.kv_a_proj_with_mqa]
+                plain += [a.q_a_layernorm, a.kv_a_layernorm]
+            if isinstance(m, LatentMoE):
+                whole += [m.router, m.down_proj, m.up_proj, m.w13, m.w2]   # w13 and w2 are matrices stacked by expert
+                plain += [m.norm]
+                m = m.shared
+            whole += [m.gate_proj, m.up_proj, m.down_proj]
+        per_head, whole, decayed, plain = ([getattr(p, "weight", p) for p in group] for group in (per_head, whole, decayed, plain))
+        listed = [id(p) for p in per_head + whole + decayed + plain]
+        assert sorted(listed) == sorted(id(p) for p in self.parameters()), "a parameter is listed twice or not at all"
+        return muon.MuonAdamW([dict(params=per_head, blocks=self.config.n_head), dict(params=whole)],
+                              [dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr, weight_decay, after_step=self.qk_clip)
+
+    def qk_clip(self):
+        """Scale down the MLA heads whose logits passed 100 in this step, and start counting anew."""
+        for layer in self.layers:
+            a = layer.attn
+            if isinstance(a, GatedMLA):
+                muon.qk_clip(a.q_b_proj.weight, a.kv_b_proj.weight, a.max_logit, a.nope, a.rope)
+                a.max_logit.fill_(-torch.inf)
+
+    # ---- counting it
+
+    def num_params(self):
+        """All parameters, embedding and router biases included."""
+        biases = [layer.mlp.router_bias for layer in self.layers if isinstance(layer.mlp, LatentMoE)]
+        return sum(p.numel() for p in [*self.parameters(), *biases])
+
+    def num_active_params(self):
+        """Those that one token meets: of the experts only the chosen; the input embedding, a lookup, is not counted."""
+        idle = 0
+        for layer in self.layers:
+            if isinstance(layer.mlp, LatentMoE):
+                m = layer.mlp
+                idle += (m.w13.numel() + m.w2.numel()) * (m.E - m.k) // m.E
+        return self.num_params() - self.embed.weight.numel() - idle
+
+    def flops_per_token(self, T):
+        """
+        Forward and backward, matrix products only, for a token of a sequence of T: 6 per active parameter; softmax attention over T/2
+        earlier tokens on average, 2 products; the KDA state, 3 products of K×V (what it held, what is added, what is read).
+        """
+        c, flops = self.config, 6 * self.num_active_params()
+        for i in range(c.n_layer):
+            if c.is_mla(i):
+                flops += 6 * c.n_head * (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim) * T // 2
+            else:
+                flops += 6 * c.n_head * 3 * c.kda_key_dim * c.kda_value_dim
+        return flops
+
+
+def sample_token(logits, temperature, top_k, top_p):
+    """logits (B, vocab) fp32 → (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p is not None and top_p < 1:
+        values, order = logits.sort(descending=True)
+        before = values.softmax(-1).cumsum(-1) - values.softmax(-1)       # the mass of all likelier tokens: the first one always stays
+        logits = logits.masked_fill((before >= top_p).scatter(1, order, before >= top_p), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1)

