@@ -53,12 +53,14 @@ class _SiTU(torch.autograd.Function):
     def backward(ctx, dy):
         a, s, c = ctx.saved_tensors
         beta, linear_beta, dtype = ctx.limits
+        aten = torch.ops.aten                                              # tanh_backward(y, t) = y (1 − t²), sigmoid_backward(y, s) = y s (1 − s)
         dy = dy.to(a.dtype)
-        dg = 1 - a * a
-        dg.add_((a * beta).mul_(1 - s)).mul_(s).mul_(c).mul_(dy)           # d(β a s)/dg = (1 − a²) s + β a s (1 − s)
-        du = (a * s).mul_(dy).mul_(beta)
+        dup = dy * c
+        dg = aten.tanh_backward(dup * s, a)                                # d(β tanh(g/β) s)/dg = (1 − a²) s + β a s (1 − s)
+        dg.add_(aten.sigmoid_backward(dup.mul_(a), s), alpha=beta)
+        du = (dy * a).mul_(s).mul_(beta)
         if linear_beta is not None:
-            du.mul_(1 - c * c)
+            du = aten.tanh_backward(du, c)
             dg.mul_(linear_beta)
         return dg.to(dtype), du.to(dtype), None, None
 

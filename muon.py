@@ -26,12 +26,12 @@ def newton_schulz(G, steps=5):
     for norm in (X.abs().amax((-2, -1), keepdim=True), None):              # first by the largest entry: its square may underflow
         norm = torch.linalg.matrix_norm(X, keepdim=True) if norm is None else norm
         X = X / torch.where(norm > 0, norm, 1)
-    X = X.to(work)
-    for _ in range(steps):                                                 # a quintic whose five-fold iterate maps (0, 1] to about 1
-        A = X @ X.mT
-        B = -4.7750 * A + 2.0315 * (A @ A)
-        X = 3.4445 * X + B @ X
-    return (X.mT if G.shape[-2] > G.shape[-1] else X).to(G.dtype)
+    X = X.to(work).flatten(0, -3) if G.dim() > 2 else X.to(work).unsqueeze(0)      # (blocks, rows, cols)
+    for _ in range(steps):                                                 # X ← a X + b A X + c A² X with A = X Xᵀ: five rounds of this
+        A = X @ X.mT                                                       # quintic take every singular value in (0, 1] to about 1
+        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)             # b A + c A²
+        X = torch.baddbmm(X, B, X, beta=3.4445)
+    return (X.mT if G.shape[-2] > G.shape[-1] else X).reshape(G.shape).to(G.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
             O = newton_schulz(torch.cat([update for *_, update in same]))  # (blocks, rows, cols)
             for (p, group, update), o in zip(same, O.split([len(update) for *_, update in same])):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(o.view_as(p), alpha=-group["lr"] * 0.2 * max(rows, cols) ** 0.5)
+                p.add_(o.reshape(p.shape), alpha=-group["lr"] * 0.2 * max(rows, cols) ** 0.5)
         return loss
 
 
