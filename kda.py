@@ -304,8 +304,9 @@ class ShortConv(nn.Module):
 
 
 def unit(x):
-    """Per head to length 1: x / sqrt(Σ x² + 1e-6), over the last axis."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    """Per head to length 1: x / sqrt(Σ x² + 1e-6), over the last axis, inside in fp32."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 class KDA(nn.Module):
@@ -368,7 +369,8 @@ class KDA(nn.Module):
         q = unit(q.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         k = unit(k.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         v = v.unflatten(-1, (self.H, self.V))                              # (B, T, H, V)
-        beta = self.b_proj(x).float().sigmoid()                            # (B, T, H)
+        beta = self.b_proj(x)
+        beta = beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid()                         # (B, T, H)
         o, state = kda(q, k, v, self.log_decay(x), beta, cache["state"] if cache else None)
         if cache:
             cache["state"], cache["tails"] = state, tails

@@ -249,27 +249,32 @@ class K3(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """
-        embedding                        normal, std 1
-        lm_head                          zero: the first loss is exactly ln(vocab)
-        every matrix                     normal, std 1/√(its input width)
-        o_proj, down_proj, w2, up_proj   zero: every layer part starts as nothing        (W↓, an input, is no down_proj here)
-        convolutions                     uniform ±1/√width
-        norm weights                     1
-        pseudo-queries w                 0: a plain mean over depth
-        A_log                            0
-        dt_bias                          softplus⁻¹ of log-uniform [0.001, 0.1]
-        router bias                      0
+        embedding                            normal, std 0.1: small beside what layers add, as mixtures take raw values
+        lm_head                              zero: the first loss is exactly ln(vocab)
+        o_proj of attention, down_proj of    zero: every layer part starts by adding nothing. Of the routed path only the last
+          dense and shared MLP, W↑ of MoE      matrix: with w2 at zero as well, neither would ever get a gradient
+        every other matrix, experts too      normal, std 1/√(its input width)
+        convolutions                         uniform ±1/√width
+        norm weights                         1
+        pseudo-queries w                     0: a plain mean over depth
+        A_log                                0
+        dt_bias                              softplus⁻¹ of log-uniform [0.001, 0.1]
+        router bias                          0
         """
+        zero = [self.lm_head]
+        for layer in self.layers:
+            zero += [layer.attn.o_proj, layer.mlp.up_proj if isinstance(layer.mlp, LatentMoE) else layer.mlp.down_proj]
+            zero += [layer.mlp.shared.down_proj] if isinstance(layer.mlp, LatentMoE) else []
+        zero = {id(module.weight) for module in zero}
         for name, p in self.named_parameters():
-            last = name.split(".")[-2]
-            if last == "embed":
-                p.normal_()
-            elif name.endswith((".w", "A_log")):
+            if id(p) in zero or name.endswith((".w", "A_log")):
                 p.zero_()
+            elif name == "embed.weight":
+                p.normal_(std=0.1)
             elif name.endswith("dt_bias"):
                 dt = torch.empty_like(p).uniform_(math.log(1e-3), math.log(1e-1)).exp_()
                 p.copy_(dt + torch.log(-torch.expm1(-dt)))                 # softplus⁻¹(dt)
-            elif last.endswith("conv1d"):
+            elif name.endswith("conv1d.weight"):
                 p.uniform_(-p.shape[-1] ** -0.5, p.shape[-1] ** -0.5)
             elif p.dim() >= 2:
                 p.normal_(std=p.shape[-1] ** -0.5)
@@ -285,7 +290,7 @@ class K3(nn.Module):
         then follow those of earlier calls.
         """
         stream = Stream(self.embed(idx))                                   # (B, T, d)
-        counted = None if targets is None else targets != -1
+        counted = None if targets is None or (targets != -1).all() else targets != -1
         for i, layer in enumerate(self.layers):
             layer(stream, cache[i] if cache else None, counted)
         x = self.norm(stream.read(self.out_mix))

@@ -128,8 +128,8 @@ class QuantileHistogram(nn.Module):
         E, bins = self.counts.shape
         low, high = bias.min() - 1, bias.max() + 1
         position = (cutoff.unsqueeze(-1) - scores - low) * (bins / (high - low))                    # (m, E), in bins
-        index = position.long().clamp_(0, bins - 1) + bins * torch.arange(E, device=scores.device)  # (m, E) into the flat counts
-        self.counts += torch.bincount(index.flatten(), minlength=E * bins).view(E, bins).int()
+        index = position.long().clamp_(0, bins - 1)                        # (m, E)
+        self.counts.scatter_add_(1, index.T, torch.ones_like(index.T, dtype=torch.int32))
 
     @torch.no_grad()
     def quantile_bias(self, bias, k):
@@ -216,16 +216,16 @@ class LatentMoE(nn.Module):
     def observe(self, scores, chosen, cutoff, counted):
         if counted is not None:
             scores, chosen, cutoff = scores[counted], chosen[counted], cutoff[counted]
-        self.load += torch.bincount(chosen.flatten(), minlength=self.E)
+        self.load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
         if self.k < self.E:
             self.histogram.observe(scores, cutoff, self.router_bias)
 
     def experts(self, z, chosen, p):
         """z (m, ℓ), chosen, p (m, k) → Σ p · expert(z), (m, ℓ). Tokens sorted by expert, then one grouped product per matrix."""
         (m, latent), k = z.shape, self.k
-        order = chosen.flatten().argsort(stable=True)                      # (m·k): slot of the i-th row, by expert
-        inverse = order.argsort()
-        ends = torch.bincount(chosen.flatten(), minlength=self.E).cumsum(0).int()                  # where each expert's rows end
+        by_expert, order = chosen.flatten().sort(stable=True)              # (m·k): expert and slot of each row
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(m * k, device=z.device))
+        ends = torch.searchsorted(by_expert, torch.arange(self.E, device=z.device), right=True).int()   # where each expert's rows end
         rows = z.unsqueeze(1).expand(m, k, latent).reshape(m * k, latent)
         rows = _Reorder.apply(rows, order, inverse)                        # (m·k, ℓ), by expert
         w13, w2 = self.w13.to(z.dtype).flatten(1, 2), self.w2.to(z.dtype)  # (E, 2m, ℓ), (E, ℓ, m)
