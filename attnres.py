@@ -11,11 +11,16 @@ vector per token (x_1 is the token embedding), a learned pseudo-query w and an R
 
 w starts at zero, so every mixture starts as a plain mean. "Full" AttnRes is the same with one block per layer part.
 
-This file is the bottom of the house: RMSNorm (used by every other file), the mixture, and the stream of blocks.
+This file is the bottom of the house: fp32 and RMSNorm (used by the other files), the mixture, and the stream of blocks.
 """
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+
+def fp32(x):
+    """x in at least fp32: what must not be rounded to bf16 goes through here. fp64 stays, so that tests can see every digit."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -60,8 +65,8 @@ class RMSNorm(nn.Module):
 
 def mix_definition(sources, u, eps=1e-5):
     """sources: list of (B, T, d); u = n ⊙ w, (d). → (B, T, d). RMSNorm(x; n)·w = (x·u) / rms(x), so n and w meet only as u."""
-    x = torch.stack(sources).float()                                       # (S, B, T, d)
-    logits = F.rms_norm(x, x.shape[-1:], eps=eps) @ u.float()              # (S, B, T)
+    x = fp32(torch.stack(sources))                                         # (S, B, T, d)
+    logits = F.rms_norm(x, x.shape[-1:], eps=eps) @ fp32(u)                # (S, B, T)
     p = logits.softmax(0)
     return torch.einsum("sbt,sbtd->btd", p, x).to(sources[0].dtype)
 
@@ -77,9 +82,9 @@ class _Mix(torch.autograd.Function):
         d = u.shape[0]
         rms, logits = [], []
         for x in sources:
-            x = x.float()
+            x = fp32(x)
             rms.append(torch.rsqrt(torch.linalg.vector_norm(x, dim=-1).square_() / d + eps))       # (B, T)
-            logits.append((x @ u.float()) * rms[-1])                       # (B, T)
+            logits.append((x @ fp32(u)) * rms[-1])                       # (B, T)
         rms, logits = torch.stack(rms), torch.stack(logits)                # (S, B, T)
         p = logits.softmax(0)
         out = sources[0] * p[0].unsqueeze(-1)                              # (B, T, d), fp32
@@ -92,19 +97,18 @@ class _Mix(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         u, rms, logits, p, *sources = ctx.saved_tensors
-        dout = dout.float()
-        d = u.shape[0]
+        dout, d = fp32(dout), u.shape[0]
         dp = torch.stack([(dout * x).sum(-1) for x in sources])            # (S, B, T)
         dlogit = p * (dp - (p * dp).sum(0))
         along_u = dlogit * rms                                             # d logit / d(x·u)
         along_x = -dlogit * logits * rms * rms / d                         # d logit / d rms, as a multiple of x
-        du = torch.zeros_like(u, dtype=torch.float32)
+        du = torch.zeros_like(fp32(u))
         dsources = []
         for s, x in enumerate(sources):
-            x = x.float()
+            x = fp32(x)
             du += along_u[s].flatten() @ x.flatten(0, -2)                  # (d)
             dx = dout * p[s].unsqueeze(-1)
-            dx.addcmul_(along_u[s].unsqueeze(-1), u.float()).addcmul_(x, along_x[s].unsqueeze(-1))
+            dx.addcmul_(along_u[s].unsqueeze(-1), fp32(u)).addcmul_(x, along_x[s].unsqueeze(-1))
             dsources.append(dx.to(sources[s].dtype))
         return du.to(u.dtype), None, *dsources
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm
+from attnres import RMSNorm, fp32
 
 LOG2E = math.log2(math.e)
 TILE = 16            # rows that share one exponent anchor: with g > −5.9 a tile spans less than e^(15·5.9) < 2^128 …
@@ -305,7 +305,7 @@ class ShortConv(nn.Module):
 
 def unit(x):
     """Per head to length 1: x / sqrt(Σ x² + 1e-6), over the last axis, inside in fp32."""
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = fp32(x)
     return (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
@@ -340,11 +340,11 @@ class KDA(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """A cast (.bfloat16(), .to(dtype)) must not round these: they move with the model and stay in fp32."""
-        fp32 = {id(p) for p in (self.A_log, self.dt_bias, self.o_norm.weight, *(c.weight for c in self._convs()))}
+        kept = {id(p) for p in (self.A_log, self.dt_bias, self.o_norm.weight, *(c.weight for c in self._convs()))}
 
         def keep(x):
             y = fn(x)
-            return x.to(y.device) if id(x) in fp32 and y.dtype != x.dtype else y
+            return x.to(y.device) if id(x) in kept and y.dtype != x.dtype else y
         return super()._apply(keep, recurse)
 
     def _convs(self):
@@ -358,8 +358,7 @@ class KDA(nn.Module):
 
     def log_decay(self, x):
         """x (B, T, d) → g (B, T, H, K), fp32 (fp64 from an fp64 model)."""
-        raw = self.f_b_proj(self.f_a_proj(x))
-        z = (raw.to(torch.promote_types(raw.dtype, torch.float32)) + self.dt_bias).unflatten(-1, (self.H, self.K))
+        z = (fp32(self.f_b_proj(self.f_a_proj(x))) + self.dt_bias).unflatten(-1, (self.H, self.K))
         return self.g_min * torch.sigmoid(self.A_log.exp().unsqueeze(-1) * z)
 
     def forward(self, x, cache=None):
@@ -369,8 +368,7 @@ class KDA(nn.Module):
         q = unit(q.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         k = unit(k.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         v = v.unflatten(-1, (self.H, self.V))                              # (B, T, H, V)
-        beta = self.b_proj(x)
-        beta = beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid()                         # (B, T, H)
+        beta = fp32(self.b_proj(x)).sigmoid()                              # (B, T, H)
         o, state = kda(q, k, v, self.log_decay(x), beta, cache["state"] if cache else None)
         if cache:
             cache["state"], cache["tails"] = state, tails

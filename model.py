@@ -20,7 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import muon
-from attnres import Mix, RMSNorm, Stream
+from attnres import Mix, RMSNorm, Stream, fp32
 from kda import KDA
 from moe import LatentMoE, SiTUGLU, load_figures
 
@@ -166,7 +166,7 @@ class GatedMLA(nn.Module):
         w_k, w_v = self.kv_b_proj.weight.to(q.dtype).view(self.H, self.nope + self.V, self.R).split([self.nope, self.V], dim=1)
         q_latent = torch.einsum("bthn,hnr->bthr", q[..., :self.nope], w_k)
         q = torch.cat([q_latent, q[..., self.nope:]], dim=-1) * (self.nope + self.rope) ** -0.5     # (B, T, H, R + rope)
-        logits = torch.einsum("bthr,bsr->bhts", q, latents).float()
+        logits = fp32(torch.einsum("bthr,bsr->bhts", q, latents))
         if T > 1:
             future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
             logits = logits.masked_fill(future, -torch.inf)
@@ -297,7 +297,7 @@ class K3(nn.Module):
         logits = self.lm_head(x[:, -1:] if last_only else x)
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, F.cross_entropy(fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def new_cache(self, batch_size):
         """One dict a layer: for KDA a state and three conv tails of constant size, for MLA kv_lora_rank + rope numbers a token."""
@@ -322,7 +322,7 @@ class K3(nn.Module):
         self.eval()
         try:
             for _ in range(max_new_tokens):
-                logits = self(idx, cache=cache, last_only=True)[0][:, -1, :vocab_size].float()      # (B, vocab)
+                logits = fp32(self(idx, cache=cache, last_only=True)[0][:, -1, :vocab_size])        # (B, vocab)
                 idx = sample_token(logits, temperature, top_k, top_p)                               # (B, 1): the only input from now on
                 yield idx
         finally:

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm
+from attnres import RMSNorm, fp32
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ from attnres import RMSNorm
 
 def situ_definition(g, u, beta, linear_beta):
     """g, u (..., m) → (..., m), inside in fp32. linear_beta None: no limit on the up branch."""
-    g, u, dtype = g.float(), u.float(), g.dtype
+    g, u, dtype = fp32(g), fp32(u), g.dtype
     up = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
     return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * up).to(dtype)
 
@@ -40,10 +40,9 @@ class _SiTU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, g, u, beta, linear_beta):
-        dtype = torch.promote_types(g.dtype, torch.float32)
-        a = (g.to(dtype) / beta).tanh_()
-        s = g.to(dtype).sigmoid()
-        c = u.to(dtype) if linear_beta is None else (u.to(dtype) / linear_beta).tanh_()
+        a = (fp32(g) / beta).tanh_()
+        s = fp32(g).sigmoid()
+        c = fp32(u) if linear_beta is None else (fp32(u) / linear_beta).tanh_()
         ctx.save_for_backward(a, s, c)
         ctx.limits = beta, linear_beta, g.dtype
         return (a * s).mul_(c).mul_(beta * (linear_beta or 1)).to(g.dtype)
@@ -202,8 +201,7 @@ class LatentMoE(nn.Module):
     def route(self, x, counted=None):
         """x (m, d) → chosen (m, k), p (m, k) in fp32. In training it also takes the counts for the next router bias."""
         with torch.autocast(x.device.type, enabled=False):
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            scores = F.linear(x.to(dtype), self.router.weight.to(dtype)).sigmoid()                  # (m, E)
+            scores = F.linear(fp32(x), fp32(self.router.weight)).sigmoid()                          # (m, E)
         chosen, cutoff = choose(scores.detach(), self.router_bias, self.k)
         # evaluation, sampling and a forward that is only recomputed inside a backward must not move the bias
         if self.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:

@@ -316,6 +316,19 @@ def moe_definition(layer, x):
     return torch.stack(out)
 
 
+def grouped_mm_definition(x, w, ends):
+    return torch.cat([rows @ w[e] for e, rows in enumerate(x.tensor_split(ends[:-1].tolist()))])
+
+
+def test_grouped_mm():
+    torch.manual_seed(0)
+    x, w, ends = torch.randn(20, 16), torch.randn(4, 16, 8), torch.tensor([7, 7, 19, 20], dtype=torch.int32)       # the second gets none
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        for a, b in zip(gradients(lambda x, w: moe.grouped_mm(x, w, ends), [x.to(dtype), w.to(dtype)], [torch.ones(20, 8)]),
+                        gradients(lambda x, w: grouped_mm_definition(x, w, ends), [x.double(), w.double()], [torch.ones(20, 8)])):
+            assert error(a, b) < tolerance
+
+
 @pytest.mark.parametrize("k, bias", [(2, 0.0), (1, 0.0), (8, 0.0), (2, 3.0)])
 def test_latent_moe(k, bias):
     """Outputs and gradients against the loop, with experts that nobody picks (bias) and all picked (k = E)."""
@@ -631,7 +644,7 @@ def test_initialisation():
 
 @pytest.mark.parametrize("cuts", [[1] * 13, [10, 3], [1, 2, 70], [16, 1, 17, 39], [73]])
 @pytest.mark.parametrize("changes", [{}, dict(mla_every=1), dict(mla_every=0, kda_value_dim=8), dict(attn_res="full", qk_rope_head_dim=0)])
-def test_cut_anywhere(cuts, changes):
+def test_cut_anywhere(cuts, changes, monkeypatch):
     """Any split into cached calls gives the logits of one call: KDA state, conv tails and MLA latents."""
     m, T = tiny_model(**changes).eval(), sum(cuts)
     idx = torch.randint(0, 61, (2, T))
@@ -642,6 +655,7 @@ def test_cut_anywhere(cuts, changes):
         assert error(torch.cat(pieces, 1), whole) < tolerance
         assert error(m(idx, last_only=True)[0], whole[:, -1:]) < tolerance
         m.double()                                                         # and again, where rounding hides nothing
+        monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)      # torch's has no fp64
     numbers = sum(c["latents"].shape[1:].numel() if "latents" in c else 0 for c in cache)
     mla = sum(isinstance(layer.attn, model.GatedMLA) for layer in m.layers)
     assert numbers <= mla * 2 * T * (16 + m.config.qk_rope_head_dim)       # the latents, in a buffer at most twice as long
