@@ -27,10 +27,13 @@ import kda
 import model
 import moe
 import muon
+import sample as sample_py
 import train
 from data import prepare, tokenizer
 from model import K3, K3Config
 
+torch.set_num_threads(1)                                                 # for tiny models, threads cost more than they bring
+os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parent
 TINY = dict(vocab_size=61, n_layer=3, n_embd=32, n_head=2, mla_every=3, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12,
             qk_rope_head_dim=4, v_head_dim=8, intermediate_size=48, num_experts=8, num_experts_per_token=2, moe_intermediate_size=16,
@@ -1185,7 +1188,9 @@ def test_loss_that_is_not_finite(house):
     assert (house / "out/nan/ckpt_00000002.pt").read_bytes() == before
 
 
-def test_bad_settings(house):
+def test_bad_settings(house, monkeypatch):
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(prepare, "HERE", house / "data")
     (house / "config/odd.py").write_text("import os\nlr = 1.0\n")
     (house / "config/calls.py").write_text("lr = float(1)\n")
     (house / "config/fine.py").write_text('"""Why."""\nlr = 1e-3   # why\nsteps = 1\ncontext_stages = [(0.0, 12), (0.5, 24)]\n')
@@ -1196,8 +1201,11 @@ def test_bad_settings(house):
                              (["--device=tpu"], ["tpu"]), (["--dtype=int8"], ["int8"]), (["config/odd.py"], ["odd.py, line 1"]),
                              (["config/calls.py"], ["calls.py, line 1"]), (["config/fin.py"], ["did you mean config/fine.py"]), (["--batch_size=0"], ["batch_size"]),
                              (["--context_stages=((0.5, 12),)"], ["context_stages"]), (["--lr=-1.0"], ["lr"])]:
-        refused(run_train(house, *arguments), *words)
-    assert not (house / "out/odd").exists()
+        with pytest.raises(ValueError if "nothing" not in words else FileNotFoundError) as caught:
+            train.train(["--data=play", *PLAIN, *arguments])
+        assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
+    refused(run_train(house, "--batchsize=1"), "did you mean batch_size")  # and as the user sees it: one line, exit code 1
+    assert not (house / "out").exists() or not (house / "out/odd").exists()
     done = run_train(house, "config/fine.py", "--out_dir=out/fine")
     assert done.returncode == 0 and train.load_checkpoint(house / "out/fine")["settings"]["lr"] == 1e-3
     assert "--lr" in subprocess.run([sys.executable, "train.py", "--help"], cwd=house, capture_output=True, text=True).stdout
@@ -1233,7 +1241,7 @@ def test_reading_tokens_keeps_memory_flat(tmp_path):
     assert resident() - before < 40 << 20
 
 
-def test_sample(house):
+def test_sample(house, monkeypatch, capsys):
     """The checkpoint is enough: no data, no training text; streams; a seed decides."""
     assert run_train(house, "--steps=1", "--out_dir=out/s").returncode == 0
     alone = house / "alone"
@@ -1251,12 +1259,11 @@ def test_sample(house):
     first, second = a.stdout.split("\n" + "-" * 80 + "\n")
     assert first != second.rstrip("\n") and a.stdout == sample("--prompt=HAM\\n😀", "--max_new_tokens=40", "--num_samples=2", "--seed=3").stdout
     (alone / "p.txt").write_text("OPHELIA.\n")
-    assert sample("--prompt=FILE:p.txt", "--max_new_tokens=2", "--temperature=0", "--top_k=5", "--top_p=0.5").stdout.startswith("OPHELIA.\n")
+    monkeypatch.chdir(alone)
+    sample_py.main([f"--out_dir={house}/out/s", "--device=cpu", "--prompt=FILE:p.txt", "--max_new_tokens=2", "--temperature=0", "--top_k=5", "--top_p=0.5"])
+    assert capsys.readouterr().out.startswith("OPHELIA.\n")
     refused(sample("--prompt="), "prompt is empty")
-    refused(sample("--prompt=FILE:none.txt"), "none.txt")
-    refused(sample("--temprature=1"), "did you mean --temperature")
-    refused(sample("--max_new_tokens=many"), "whole number")
-    refused(sample("--temperature=-1"), "temperature")
-    refused(sample("--out_dir=nowhere"), "no checkpoint in nowhere")
-    refused(subprocess.run([sys.executable, "sample.py", f"--out_dir={house}/out/s", b"--prompt=caf\xe9"], cwd=alone, capture_output=True, text=True),
-            "surrogate")
+    for argument, word in [("--prompt=FILE:none.txt", "none.txt"), ("--temprature=1", "did you mean --temperature"), ("--max_new_tokens=many", "whole number"),
+                           ("--temperature=-1", "temperature"), ("--out_dir=nowhere", "no checkpoint in nowhere"), ("--prompt=caf\udce9", "surrogate")]:
+        with pytest.raises(ValueError, match=word):
+            sample_py.main([f"--out_dir={house}/out/s", "--device=cpu", argument])

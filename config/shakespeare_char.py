@@ -1,0 +1,17 @@
+"""nanoGPT's benchmark, tiny Shakespeare by single characters (all ASCII, so bytes), last 10% for validation. Ten minutes on two CPU cores:
+
+    python data/prepare.py path/to/tinyshakespeare.txt --name=shakespeare_char --tokenizer=bytes
+    python train.py config/shakespeare_char.py                    (--steps=380 for two and a half minutes)
+"""
+data = "shakespeare_char"
+
+# the model and the step of config/shakespeare.py; its reasons are there
+intermediate_size = 384
+batch_size = 16
+context = 256
+lr = 8e-3
+weight_decay = 0.3
+
+steps = 1500                    # 6.1M characters: the text six times
+eval_every = 375
+eval_batches = 1000             # more windows than there are: validation is read whole
