@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from attnres import RMSNorm, fp32
 
 LOG2E = math.log2(math.e)
-TILE = 16            # rows that share one exponent anchor: with g > −5.9 a tile spans less than e^(15·5.9) < 2^128 …
+TILE = 16            # rows that share one exponent anchor: with g ≥ −5.9 a tile spans at most e^(15·5.9) < 2^128 …
 SHIFT = 2.0 ** 64    # … split evenly: row factors are multiplied by this and column factors divided, so that neither leaves fp32
 
 
@@ -232,15 +232,15 @@ def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     """
     kda_recurrent by chunks, in plain PyTorch: same arguments, same results (fp32 inside), differentiable once in everything.
     chunk: tokens at a time, a multiple of 16. Longer chunks are fewer sequential steps, and more work per token.
-    g must lie in (−5.9, 0]: beyond that a tile's factors leave fp32.
+    g must lie in [−5.9, 0]: beyond that a tile's factors leave fp32.
     """
     q, k, v, g, beta, state, dtype = _arguments(q, k, v, g, beta, state)
     if chunk < TILE or chunk % TILE:
         raise ValueError(f"chunk: expected a multiple of {TILE}, got {chunk}")
     if not torch.compiler.is_compiling():
         low, high = g.detach().aminmax()
-        if not (low > -5.9 and high <= 0):
-            raise ValueError(f"g: expected log decays in (-5.9, 0], got values from {low:.4g} to {high:.4g}")
+        if low < -5.9001 or high > 0:                                      # a NaN may pass: it is to be seen where it began, not here
+            raise ValueError(f"g: expected log decays in [-5.9, 0], got values from {low:.4g} to {high:.4g}")
     C = min(chunk, -(-q.shape[1] // TILE) * TILE)
     with torch.autocast(q.device.type, enabled=False):
         o, state = _Chunk.apply(q, k, v, g, beta, state, C)

@@ -186,7 +186,7 @@ def test_kda_alike_keys():
     assert_kda([q, near, v, 1e-3 * g, torch.ones_like(beta), state], 1e-5, 1e-4)
 
 
-@pytest.mark.parametrize("decay", [0.0, -3.0, -4.9999, -5.89])
+@pytest.mark.parametrize("decay", [0.0, -3.0, -4.9999, -5.9])
 def test_kda_saturated_gates(decay):
     q, k, v, g, beta, state = kda_inputs(1, 130, 2, 32, 16)
     assert_kda([q, k, v, torch.full_like(g, decay), beta, state], 1e-5, 1e-4)
@@ -1176,15 +1176,15 @@ def test_stopped_by_a_signal(house, number):
 
 def test_loss_that_is_not_finite(house):
     """Stops, says where it began, and updates nothing: the last checkpoint is still good."""
-    assert run_train(house, "--steps=2", "--eval_every=1", "--out_dir=out/nan").returncode == 0
+    assert run_train(house, "--n_layer=4", "--steps=2", "--eval_every=1", "--out_dir=out/nan").returncode == 0
     content = train.load_checkpoint(house / "out/nan")
-    content["model"]["layers.1.mlp.w13"][:] = 10                           # finite weights, infinite activations
+    content["model"]["layers.1.mlp.w13"][:] = 10                           # finite weights, infinite activations; KDA and MLA layers follow
     content["model"]["layers.1.mlp.w2"][:] = 3e38
     content["step"] = 2
     torch.save(content, house / "out/nan/ckpt_00000002.pt")
     before = (house / "out/nan/ckpt_00000002.pt").read_bytes()
     done = run_train(house, "--resume", "--out_dir=out/nan", "--steps=4", plain=False)
-    refused(done, "step 3", "layers.1", "ckpt_00000002.pt")
+    refused(done, "step 3", "layers.1.mlp", "ckpt_00000002.pt")
     assert (house / "out/nan/ckpt_00000002.pt").read_bytes() == before
 
 
