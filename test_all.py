@@ -226,9 +226,10 @@ def test_kda_refuses():
     q, k, v, g, beta, state = kda_inputs(1, 5, 2, 16, 16, dtype=torch.float32)
     for arguments, word in [((q, k[:, :4], v, g, beta), "k:"), ((q, k, v[:, :, :1], g, beta), "v:"), ((q, k, v, g, beta, state[:, :1]), "state:"),
                             ((q[0], k, v, g, beta), "q:"), ((q[:, :0], k, v, g, beta), "q:"), ((q, k, v, g - 6, beta), "g:"),
-                            ((q, k, v, g.abs() + 0.1, beta), "g:"), ((q, k, v, g * math.nan, beta), "g:")]:
+                            ((q, k, v, g.abs() + 0.1, beta), "g:")]:
         with pytest.raises(ValueError, match=word):
             kda.kda_chunk(*arguments)
+    assert kda.kda_chunk(q, k, v, g * math.nan, beta)[0].isnan().all()     # passes through: train.py finds where it began
     with pytest.raises(ValueError, match="chunk"):
         kda.kda_chunk(q, k, v, g, beta, chunk=24)
     with pytest.raises(ValueError, match="g_min"):
@@ -252,13 +253,22 @@ def test_short_conv():
     x, w, weights = torch.randn(2, 9, 12), torch.randn(12, 1, 4), [torch.randn(2, 9, 12)]
     conv.weight.data.copy_(w)
     truth = gradients(lambda x, w: F.silu(F.conv1d(F.pad(x.mT, (3, 0)), w, groups=12)).mT, [x.double(), w.double()], weights)
-    ours = gradients(lambda x, w: kda._ShortConv.apply(F.pad(x, (0, 0, 3, 0)), w.squeeze(1)), [x, w], weights)
+    ours = gradients(lambda x, w: kda._ShortConv.apply(x, w.squeeze(1)), [x, w], weights)
     assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
-    tail, parts = None, []
+    for T in (1, 2, 3):                                                    # shorter than the kernel
+        assert torch.allclose(conv(x[:, :T])[0], conv(x)[0][:, :T], atol=1e-6)
+    tail, parts = torch.zeros(2, 3, 12), []
     for piece in x.split([1, 3, 5], dim=1):
         y, tail = conv(piece, tail)
         parts.append(y)
     assert torch.allclose(torch.cat(parts, 1), conv(x)[0], atol=1e-6)
+
+
+def test_unit():
+    x, weights = torch.randn(2, 3, 2, 16) * 10, [torch.randn(2, 3, 2, 16)]
+    x[0, 0, 0] *= 1e-4                                                     # where the 1e-6 counts
+    truth = gradients(lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6), [x.double()], weights)
+    assert all(error(a, b) < 1e-6 for a, b in zip(gradients(kda.unit, [x], weights), truth))
 
 
 def test_kda_gate():
