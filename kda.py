@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, fp32
+from attnres import RMSNorm, fp32, kernels
 
 LOG2E = math.log2(math.e)
 TILE = 16            # rows that share one exponent anchor: with g ≥ −5.9 a tile spans at most e^(15·5.9) < 2^128 …
@@ -261,8 +261,32 @@ def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     return o.to(dtype), state
 
 
+def kda_segment(k, v, g, beta):
+    """
+    What a stretch of the sequence does to any state that enters it, S ↦ S̃ + M S (§5.1): → M (B, H, K, K), S̃ (B, H, K, V). By its definition,
+    the recurrence from the identity without values, and from nothing.
+    """
+    identity = torch.eye(k.shape[-1], device=k.device).expand(k.shape[0], k.shape[2], -1, -1)
+    return kda_recurrent(k, k, torch.zeros_like(k), g, beta, identity)[1], kda_recurrent(k, k, v, g, beta)[1]
+
+
+def compose(M, S, state):
+    """Segments one after another: M (L, ..., K, K), S (L, ..., K, V), the first entering state (..., K, V) → the states at their borders (L+1, ..., K, V)."""
+    states = [state]
+    for through, own in zip(M, S):
+        states.append(own + through @ states[-1])
+    return torch.stack(states)
+
+
 def kda(q, k, v, g, beta, state=None):
-    """The one place that chooses: a single token is the recurrence itself, more are chunks."""
+    """
+    The one place that chooses: Triton on a GPU, if it can take these widths; else a single token is the recurrence itself, and more are
+    chunks. g must lie in bounds, nobody looks. The kernel for a single token changes the state in place.
+    """
+    if kernels and kernels.fits(q, v):
+        if q.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
+            return kernels.kda_decode(q, k, v, g, beta, state), state
+        return kernels.kda(q, k, v, g, beta, state, look_at_g=False)
     if q.shape[1] == 1:
         return kda_recurrent(q, k, v, g, beta, state)
     wide = q.shape[0] * q.shape[2] >= 16       # many heads at once: a sequential step is wide enough, so chunks may be short
