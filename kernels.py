@@ -653,7 +653,11 @@ def report():
                 known = {name: value for name, value in known.items() if name in kernel.arg_names} | {n: None for n, t in zip(kernel.arg_names, types) if t is None}
                 signature = {**dict(zip(kernel.arg_names, types)), **{name: "constexpr" for name in known}}
                 aligned = {(n,): [["tt.divisibility", 16]] for n, t in enumerate(types) if t in (x, f) or kernel.arg_names[n] in ("K", "V", "width", "d")}
-                built = triton.compile(ASTSource(kernel, signature, known, aligned), target, dict(num_warps=config.num_warps, num_stages=config.num_stages))
+                try:
+                    built = triton.compile(ASTSource(kernel, signature, known, aligned), target, dict(num_warps=config.num_warps, num_stages=config.num_stages))
+                except RuntimeError:                                       # triton 3.6 cannot make `solve` for gfx942, 3.7 can
+                    line += f" | {target.arch}: this triton fails"
+                    continue
                 line += f" | {target.arch}: {built.metadata.shared / 1024:.0f} KB" + " TOO MUCH" * (built.metadata.shared > limit * 1024)
                 if target.backend == "cuda":
                     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
