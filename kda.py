@@ -23,7 +23,8 @@ from attnres import RMSNorm, fp32, kernels
 
 LOG2E = math.log2(math.e)
 TILE = 16            # rows that share one exponent anchor: with g ≥ −5.9 a tile spans at most e^(15·5.9) < 2^128 …
-SHIFT = 24           # row factors are multiplied by 2^SHIFT and column factors divided by it, so that both stay clear of fp32's ends
+SHIFT = 24           # … so row factors are multiplied by 2^24 and column factors divided by it: both stay clear of fp32's ends, and what
+                     # of earlier tiles' columns is left after this division may still fade a good deal before it is subnormal
 
 
 def kda_recurrent(q, k, v, g, beta, state=None):
@@ -112,7 +113,8 @@ def unit_lower_inverse(L):
 
 
 def _flush(x):
-    """In place: what has decayed below 2^-80 becomes zero in fp32, where no sum sees it; as subnormal numbers it would cost some CPUs ten times the time."""
+    """In place: below 2^-80 becomes zero in fp32, which is a decay of 2^-56 where a factor holds 2^-SHIFT. Beside terms near 1 no sum sees it;
+    as subnormal numbers it would cost some CPUs ten times the time."""
     return torch.ops.aten.hardshrink.out(x, 2.0 ** -80, out=x) if x.dtype == torch.float32 else x
 
 
@@ -137,11 +139,11 @@ class _Chunk(torch.autograd.Function):
         beta = beta.clamp(min=1e-30)                                                                     # backward divides by it
         N, M = q.shape[:2]
         i = torch.arange(C, device=q.device)
-        before, at_or_before = ((i[:, None] >= i + lag).to(q.dtype) for lag in (1, 0))                   # (C, C), j < i and j ≤ i
+        before, at_or_before, zero = i[:, None] > i, i[:, None] >= i, q.new_zeros(())                    # (C, C)
         tile = (N, M, n, TILE)
 
         # decays, all from the running sum G, in base 2, and the anchors a
-        G = (at_or_before * LOG2E) @ g                                                                   # (N, M, C, K)
+        G = (at_or_before.to(q.dtype) * LOG2E) @ g                                                                   # (N, M, C, K)
         a = G[:, :, ::TILE]                                                                              # (N, M, n, K)
         row = (G.view(*tile, K) - (a - SHIFT).unsqueeze(3)).exp2_()                                      # within a tile, (N, M, n, 16, K)
         start = _flush((a - SHIFT).exp2_()).unsqueeze(3)                                                 # chunk start → anchor, (N, M, n, 1, K)
@@ -157,8 +159,8 @@ class _Chunk(torch.autograd.Function):
         for i, col in _columns(k, row, step):
             A = _mm(rows[:, :, i].flatten(2, 3), col.mT)                                                 # (N, M, 32, 16(i+1))
             part = ..., slice(i * TILE, (i + 1) * TILE), slice(0, (i + 1) * TILE)
-            torch.mul(A[:, :, :TILE], at_or_before[part], out=A_qk[part])
-            torch.mul(A[:, :, TILE:], before[part], out=A_kk[part])
+            torch.where(at_or_before[part], A[:, :, :TILE], zero, out=A_qk[part])                        # not a product: ahead of the row
+            torch.where(before[part], A[:, :, TILE:], zero, out=A_kk[part])                              # there may be an overflow
         keep = col * end                                                                                 # K ⊙ e^{G_C − G}, (N, M, C, K)
 
         # U = U₀ − W S₀ for the whole sequence, then the one part that is sequential: the state, chunk by chunk
@@ -282,7 +284,7 @@ def compose(M, S, state):
 def kda(q, k, v, g, beta, state=None):
     """
     The one place that chooses: Triton on a GPU, if it can take these widths; else a single token is the recurrence itself, and more are
-    chunks. g must lie in bounds, nobody looks. The kernel for a single token changes the state in place.
+    chunks. g must lie in bounds: the kernels do not look. That for a single token changes the state in place.
     """
     if kernels and kernels.fits(q, v):
         if q.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
@@ -395,8 +397,9 @@ class KDA(nn.Module):
         self.o_proj = nn.Linear(self.H * self.V, d, bias=False)
 
     def _apply(self, fn, recurse=True):
-        """A cast (.bfloat16(), .to(dtype)) must not round these: they move with the model and stay in fp32."""
-        kept = {id(p) for p in (self.A_log, self.dt_bias, self.o_norm.weight, *(c.weight for c in self._convs()))}
+        """A cast (.bfloat16(), .to(dtype)) must not round these: they move with the model and stay in fp32, and so do their gradients."""
+        kept = (self.A_log, self.dt_bias, self.o_norm.weight, *(c.weight for c in self._convs()))
+        kept = {id(x) for p in kept for x in (p, p.grad)} - {id(None)}
 
         def keep(x):
             y = fn(x)
@@ -427,6 +430,6 @@ class KDA(nn.Module):
         beta = fp32(self.b_proj(x)).sigmoid()                              # (B, T, H)
         o, state = kda(q, k, v, self.log_decay(x), beta, cache["state"] if cache else None)
         if cache:
-            cache["state"], cache["tails"] = state, tails
+            cache["state"], cache["tails"] = state.detach(), tails
         gate = self.g_proj(x).sigmoid()                                    # (B, T, H·V)
         return self.o_proj(gate * self.o_norm(o).flatten(2))

@@ -4,7 +4,7 @@ KDA as Triton kernels, forward, backward and decode (report §2.1.1, §5.1); the
     kda(q, k, v, g, beta, state=None) → o, state         kda_chunk's contract, with Triton in both directions
     kda_decode(q, k, v, g, beta, state) → o              one token; the state is changed in place
     situ(g, u, beta, linear_beta), mix(u, eps, *sources) the element-wise work that would otherwise be a dozen passes each
-    python kernels.py                                    compiles every kernel for sm_80, sm_90, sm_100 and gfx942, without a GPU
+    python kernels.py                                    compiles every kernel for sm_80, 89, 90, 100 and gfx942, without a GPU
 
 A sequence goes in chunks of C = 64 tokens. Forward is four kernels; only the third is sequential:
 
@@ -23,9 +23,9 @@ In the formulas Q⁺ = K^-½ Q ⊙ e^G, K⁺ = K ⊙ e^G, K⁻ = K ⊙ e^{G_C �
 
 On paper, for a token and head at K = V = 128, C = 64, bf16 (g fp32). Operations: A_qk, A_kk, W, U₀ and A_qk U 16k each, the merges of the
 inverse 3k in three tf32 products, the three products with S 33k each: 190k. Bytes: the least is q, k, v, g, β in and o out, 1,540; these
-kernels move 1,410 + 384 (scores, its columns' re-reads from L2 not counted), 1,540 + 1,160 (solve), 776 + 768 (states) and 1,152 + 256
-(output): 7,450. At T = 4,096, H = 64 (262,144 tokens × heads), 4.3 TB/s and 780 TFLOP/s: 0.06 ms of operations, 0.09 ms of least bytes,
-0.45 ms of bytes moved. Nobody has timed these kernels on a GPU yet.
+kernels move 1,028 + 384 (scores, its columns' re-reads from L2 not counted), 1,540 + 1,160 (solve), 776 + 768 (states) and 1,152 + 256
+(output): 7,060. At T = 4,096, H = 64 (262,144 tokens × heads), 4.3 TB/s and 780 TFLOP/s: 0.06 ms of operations, 0.09 ms of least bytes,
+0.43 ms of bytes moved. Nobody has timed these kernels on a GPU yet.
 """
 import math
 import os
@@ -37,7 +37,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 C = 64                                                # tokens of a chunk
 LOG2E = tl.constexpr(math.log2(math.e))
-SHIFT = tl.constexpr(64.0)                            # as in kda.py: splits a tile's exponents evenly between rows and columns, 2^±64
+SHIFT = tl.constexpr(64.0)                            # splits a tile's exponents evenly between its row and column factors: 2^±64 at g = −5.9
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Launching. Each list is what autotune tries per width, on a GPU; its first entry is the default: it spills on none of the chips that
-# `python kernels.py` compiles for, and it is what runs where nothing can be timed.
+# Launching. Each list is what autotune tries per width, on a GPU; its first entry is the default: in bf16 with K and V up to
+# 128 it spills on none of the chips that `python kernels.py` compiles for, and it is what runs where nothing can be timed.
 
 def _tuned(kernel, key, *choices):
     configs = [triton.Config({name: value for name, value in c.items() if name[0] == "B"}, num_warps=c["warps"], num_stages=c["stages"]) for c in choices]
@@ -388,7 +388,7 @@ class _Chunks:
             through = run(None, torch.eye(K, device=q.device).repeat(M * segments, 1, 1), None, None, K).view(M, segments, K, K)
             first = compose(through.transpose(0, 1), ends.transpose(0, 1), first)[:-1].transpose(0, 1).reshape(M * segments, K, V).contiguous()
         self.U, self.entering = new(M, N, C, V), new(M, N, K, V)
-        self.last = run(U0, first, self.U, self.entering, V).view(M, segments, K, V)[:, -1].reshape(B, H, K, V)
+        self.last = run(U0, first, self.U, self.entering, V).view(M, segments, K, V)[:, -1].reshape(B, H, K, V).contiguous()
         self.p = p
 
 
@@ -424,7 +424,8 @@ class _KDA(torch.autograd.Function):
 
 def fits(q, v):
     """Whether these kernels can take q and v."""
-    return q.is_cuda and all(size % 16 == 0 and size <= 256 for size in (q.shape[-1], v.shape[-1])) and v.dtype != torch.float64
+    return q.is_cuda and all(size % 16 == 0 and size <= 256 for size in (q.shape[-1], v.shape[-1])) \
+        and q.shape[0] * q.shape[2] < 1 << 16 and v.dtype != torch.float64
 
 
 def _check(q, k, v, g, beta, state, look_at_g):
@@ -436,6 +437,8 @@ def _check(q, k, v, g, beta, state, look_at_g):
     for name, size in (("K", K), ("V", V)):
         if size % 16 or not 16 <= size <= 256:
             raise ValueError(f"{name} = {size}: expected a multiple of 16 from 16 to 256; kda_chunk takes any")
+    if B * H >= 1 << 16:
+        raise ValueError(f"q: {B} sequences × {H} heads; expected fewer than 65,536, the limit of a launch; split the batch")
     expected = dict(q=(q, (B, T, H, K)), k=(k, (B, T, H, K)), v=(v, (B, T, H, V)), g=(g, (B, T, H, K)), beta=(beta, (B, T, H)), state=(state, (B, H, K, V)))
     for name, (x, shape) in expected.items():
         if x.shape != shape:
@@ -507,14 +510,18 @@ def kda_decode(q, k, v, g, beta, state):
 # torch (moe.py) about 100 and 120 are moved, and 12 are kept.
 
 @triton.jit
+def _tanh(x):
+    return tl.where(tl.abs(x) < 0.03, x - x * x * x / 3, 2.0 / (1.0 + tl.exp2(x * LOG2E * -2.0)) - 1.0)        # the difference would cancel
+
+
+@triton.jit
 def situ_kernel(g, u, y, dy, dg, du, stride_g, stride_u, size, width, beta, linear_beta, BLOCK: tl.constexpr):
-    """y from g and u or, given dy, dg and du. linear_beta = 0 stands for no limit. tanh(x) = 2 sigmoid(2x) − 1."""
+    """y from g and u or, given dy, dg and du. linear_beta = 0 stands for no limit."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column = i // width, i % width
     bg = tl.load(g + row * stride_g + column, mask=i < size, other=0.0).to(tl.float32)
     bu = tl.load(u + row * stride_u + column, mask=i < size, other=0.0).to(tl.float32)
-    a, s = 2.0 / (1.0 + tl.exp2(bg * LOG2E * -2.0 / beta)) - 1.0, 1.0 / (1.0 + tl.exp2(bg * LOG2E * -1.0))
-    c = 2.0 / (1.0 + tl.exp2(bu * LOG2E * -2.0 / tl.maximum(linear_beta, 1e-30))) - 1.0
+    a, s, c = _tanh(bg / beta), 1.0 / (1.0 + tl.exp2(bg * LOG2E * -1.0)), _tanh(bu / tl.maximum(linear_beta, 1e-30))
     up, dup = tl.where(linear_beta > 0, c * linear_beta, bu), tl.where(linear_beta > 0, 1 - c * c, 1.0)
     if dy is None:
         tl.store(y + i, (beta * a * s * up).to(y.dtype.element_ty), mask=i < size)
@@ -641,7 +648,7 @@ def report():
         (_output, [x, x, x, x, x, i, i, i, i, i]), (_dstates, [x, x, x, x, f, x, f, x, x, f, i, i, i, i, i]), (_dsolve, [x, f, x, x, x, x, f, f, f, i, i, i, i]),
         (_dinputs, [x, x, f, x, x, x, x, x, f, f, x, x, f, i, i, i, i, i, s]), (decode, [x, x, x, f, f, f, x, i, i, s]),
         (situ_kernel, [x, x, None, x, x, x, i, i, i, i, s, s]), (mix_forward, [x, s, (x,) * 4, x, f, i, i]), (mix_backward, [x, s, (x,) * 4, x, f, (x,) * 4, f, i, i])]
-    targets = (GPUTarget("cuda", 80, 32), 163), (GPUTarget("cuda", 90, 32), 227), (GPUTarget("cuda", 100, 32), 227), (GPUTarget("hip", "gfx942", 64), 64)
+    targets = (GPUTarget("cuda", 80, 32), 163), (GPUTarget("cuda", 89, 32), 99), (GPUTarget("cuda", 90, 32), 227), (GPUTarget("cuda", 100, 32), 227), (GPUTarget("hip", "gfx942", 64), 64)
     print(f"triton {triton.__version__}, bf16; registers and spilled bytes of a thread, KB of shared memory a block")
     for kernel, types in kernels:
         config = kernel.configs[0] if hasattr(kernel, "configs") else triton.Config(dict(BV=32), num_warps=4, num_stages=2)

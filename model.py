@@ -86,7 +86,7 @@ class K3Config:
             self.kda_value_dim = self.kda_value_dim or self.n_embd // self.n_head
         rule(-5.9 <= self.g_min < 0, "g_min", "must lie in [-5.9, 0): below that the 16-row tiles of KDA leave fp32")
         layers = self.full_attn_layers = tuple(self.full_attn_layers)
-        rule(sorted(set(layers)) == list(layers) and all(1 <= i <= self.n_layer for i in layers), "full_attn_layers",
+        rule(all(type(i) is int for i in layers) and sorted(set(layers)) == list(layers) and all(1 <= i <= self.n_layer for i in layers), "full_attn_layers",
              f"must be ascending numbers from 1 to n_layer = {self.n_layer}")
         rule(not layers or layers[-1] == self.n_layer, "full_attn_layers", f"must end with the last layer, {self.n_layer}")
         rule(self.first_k_dense_replace <= self.n_layer, "first_k_dense_replace", f"must be at most n_layer = {self.n_layer}")
@@ -313,7 +313,7 @@ class K3(nn.Module):
         """
         if idx.dim() != 2 or idx.shape[1] < 1:
             raise ValueError(f"idx: expected (B, T) with at least one token to start from, got {tuple(idx.shape)}")
-        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(f"expected temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1; got {temperature}, {top_k}, {top_p}")
         tokens = self._generate(idx, max_new_tokens, temperature, top_k, top_p, vocab_size)
         return tokens if stream else torch.cat([idx, *tokens], dim=1)

@@ -17,7 +17,8 @@ import torch
 def newton_schulz(G, steps=5):
     """
     G (..., rows, cols) → the same shape and dtype, each matrix with its singular values brought to about 1 (0.7 to 1.2), its singular
-    vectors kept. Scale-free down to the tiniest gradients; a zero matrix gives zero. bf16 on a GPU, else at least fp32.
+    vectors kept. Scale-free down to the tiniest gradients; a zero matrix gives zero. In bf16 on GPUs and on CPUs that multiply it
+    (AVX512-BF16), else at least in fp32.
     """
     bf16 = G.is_cuda or G.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
     work = torch.bfloat16 if bf16 and G.dtype != torch.float64 else torch.promote_types(G.dtype, torch.float32)

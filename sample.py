@@ -23,7 +23,7 @@ import torch
 
 from data import tokenizer
 from model import K3, K3Config
-from train import load_checkpoint
+from train import find_device, load_checkpoint
 
 DEFAULTS = dict(out_dir="out/shakespeare", prompt="\n", num_samples=1, max_new_tokens=500, temperature=0.8, top_k=0, top_p=1.0, seed=1,
                 device="auto")
@@ -67,9 +67,7 @@ def load_model(path, device):
 
 def main(arguments):
     options = read_arguments(arguments)
-    device = options["device"]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = find_device(options["device"])
     model, enc = load_model(options["out_dir"], device)
     ids = torch.from_numpy(tokenizer.encode(enc, options["prompt"]).astype("int64")).to(device).unsqueeze(0)   # (1, T)
     torch.manual_seed(options["seed"])

@@ -194,6 +194,20 @@ def test_kda_saturated_gates(decay):
     assert_kda([q, k, v, half, beta, state], 1e-5, 1e-4)
 
 
+def test_kda_longer_vectors_at_the_bound():
+    """What is ahead of a row overflows here, and must be left out, not multiplied by zero."""
+    q, k, v, g, beta, state = kda_inputs(1, 16, 1, 16, 16, dtype=torch.float32)
+    ours = kda.kda_chunk(2000 * q, k, v, torch.full_like(g, -5.9), beta, state)[0]
+    assert error(ours, kda.kda_recurrent(2000 * q, k, v, torch.full_like(g, -5.9), beta, state)[0]) < 1e-5
+
+
+def test_cache_holds_no_graph():
+    m = tiny_model()
+    cache = m.new_cache(1)
+    for _ in range(2):
+        m(torch.randint(0, 61, (1, 5)), torch.randint(0, 61, (1, 5)), cache=cache)[1].backward()
+
+
 @pytest.mark.parametrize("T, t", [(22, 21), (64, 40), (130, 70), (130, 129)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kda_future_cannot_move_the_past(T, t, dtype):
@@ -355,6 +369,10 @@ def test_triton_segments_and_decode():
     assert_kda(inputs, 1e-5, 1e-4, f=lambda *x: kernels.kda(*x, segments=3))
     q, k, v, g, beta, state = kda_inputs(3, 5, 2, 48, 32, dtype=torch.float32)
     truth, last = kda.kda_recurrent(q, k, v, g, beta, state)
+    with torch.no_grad():
+        o, entering = kernels.kda(q[:1, :2], k[:1, :2], v[:1, :2], g[:1, :2], beta[:1, :2], state[:1], segments=2)
+        kernels.kda_decode(*(x[:1, 2:3] for x in (q, k, v, g, beta)), entering)       # goes on from there, in place
+    assert torch.allclose(entering, kda.kda_recurrent(*(x[:1, :3] for x in (q, k, v, g, beta)), state[:1])[1], atol=1e-5)
     for t in range(5):
         o = kernels.kda_decode(*(x[:, t:t + 1] for x in (q, k, v, g, beta)), state)
         assert torch.allclose(o, truth[:, t:t + 1], atol=1e-5)
@@ -377,6 +395,9 @@ def test_triton_refuses():
 @pytest.mark.parametrize("linear_beta", [25.0, None])
 def test_triton_situ(linear_beta):
     x, weights = torch.randn(5, 7, 48) * 20, [torch.randn(5, 7, 24)]
+    for small in (x[0, 0] * 1e-5, x[0, 0] * 1e-2):                         # where tanh is nearly its argument: no cancellation
+        truth = moe.situ_definition(*small.double().chunk(2), 4.0, linear_beta)
+        assert ((kernels.situ(*small.chunk(2), 4.0, linear_beta) - truth) / truth).abs().max() < 2e-5
     truth = gradients(lambda x: moe.situ_definition(*x.chunk(2, dim=-1), 4.0, linear_beta), [x.double()], weights)
     ours = gradients(lambda x: kernels.situ(*x.chunk(2, dim=-1), 4.0, linear_beta), [x], weights)
     assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
@@ -398,8 +419,8 @@ def test_kernels_compile():
     lines = done.stdout.splitlines()[1:]
     assert done.returncode == 0 and len(lines) == 22, done.stderr
     for line in lines:
-        for chip in ("80", "90", "100"):
-            assert f" {chip}: " in line and "TOO MUCH" not in line and line.count(" 0 spilled") == 3, line
+        for chip in ("80", "89", "90", "100"):
+            assert f" {chip}: " in line and "TOO MUCH" not in line and line.count(" 0 spilled") == 4, line
 
 
 def test_kda_segments():
@@ -518,6 +539,8 @@ def test_casts_keep_fp32():
         loss = m(torch.randint(0, 61, (2, 9)), torch.randint(0, 61, (2, 9)))[1]
         loss.backward()
         assert loss.isfinite() and layer.router_bias.dtype == torch.float32
+        m.double()                                                         # again, with gradients: they go with their parameters
+        assert all(p.grad is None or p.grad.dtype == p.dtype for p in m.parameters())
 
 
 def test_bf16_is_near_fp32():
@@ -1240,7 +1263,8 @@ def test_resume_is_bit_for_bit(house):
     assert run_train(house, *how, "--out_dir=out/a").returncode == 0
     a = train.load_checkpoint(house / "out/a")
     shutil.copytree(house / "out/a", house / "out/b")
-    (house / "out/b/ckpt_00000006.pt").unlink()                            # as if killed after the first checkpoint
+    (house / "out/b/ckpt_00000006.pt").unlink()                            # as if killed after the first checkpoint, in the middle of a line
+    (house / "out/b/metrics.jsonl").write_text((house / "out/b/metrics.jsonl").read_text()[:-20])
     done = run_train(house, "--resume", "--out_dir=out/b", plain=False)
     assert done.returncode == 0, done.stderr
     b = train.load_checkpoint(house / "out/b")
@@ -1256,9 +1280,11 @@ def test_resume_is_bit_for_bit(house):
     refused(run_train(house, "--resume", "--out_dir=out/b", "--lr=1.0", plain=False), "lr = 1.0", "0.004")
     refused(run_train(house, "--resume", "--out_dir=out/b", "--n_embd=64", plain=False), "n_embd = 64", "32")
     shutil.copytree(house / "data/play", house / "data/kept")
-    (house / "play.txt").write_text(PLAY * 61)
-    run_prepare(house, "play.txt", "--tokenizer=bytes")
-    refused(run_train(house, "--resume", "--out_dir=out/b", plain=False), "data = 'play'", "sha256")
+    for times, how in ((60, ["--tokenizer=bytes", "--val_fraction=0.3"]), (60, ["--tokenizer=bpe", "--vocab_size=257"]), (61, ["--tokenizer=bytes"])):
+        (house / "play.txt").write_text(PLAY * times)
+        assert run_prepare(house, "play.txt", *how).returncode == 0
+        refused(run_train(house, "--resume", "--out_dir=out/b", plain=False), "data = 'play'", "another text, tokenizer or split")
+    (house / "play.txt").write_text(PLAY * 60)
     shutil.rmtree(house / "data/play")
     (house / "data/kept").rename(house / "data/play")
 
@@ -1336,7 +1362,9 @@ def test_bad_settings(house, monkeypatch):
                              (["--context=5000"], ["context = 5000", "tokens"]), (["--vocab_size=100"], ["vocab_size = 100", "257"]),
                              (["--device=tpu"], ["tpu"]), (["--dtype=int8"], ["int8"]), (["config/odd.py"], ["odd.py, line 1"]),
                              (["config/calls.py"], ["calls.py, line 1"]), (["config/fin.py"], ["did you mean config/fine.py"]), (["--batch_size=0"], ["batch_size"]),
-                             (["--context_stages=((0.5, 12),)"], ["context_stages"]), (["--lr=-1.0"], ["lr"])]:
+                             (["--context_stages=((0.5, 12),)"], ["context_stages"]), (["--context_stages=(1, 2)"], ["context_stages"]),
+                             (["--context_stages=((0.0, 0), (0.5, 24))"], ["context_stages"]), (["--full_attn_layers=('a',)"], ["full_attn_layers"]),
+                             (["--lr=-1.0"], ["lr"])]:
         with pytest.raises(ValueError if "nothing" not in words else FileNotFoundError) as caught:
             train.train(["--data=play", *PLAIN, *arguments])
         assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
@@ -1400,6 +1428,6 @@ def test_sample(house, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("OPHELIA.\n")
     refused(sample("--prompt="), "prompt is empty")
     for argument, word in [("--prompt=FILE:none.txt", "none.txt"), ("--temprature=1", "did you mean --temperature"), ("--max_new_tokens=many", "whole number"),
-                           ("--temperature=-1", "temperature"), ("--out_dir=nowhere", "no checkpoint in nowhere"), ("--prompt=caf\udce9", "surrogate")]:
+                           ("--temperature=-1", "temperature"), ("--temperature=nan", "temperature"), ("--device=tpu", "tpu"), ("--out_dir=nowhere", "no checkpoint in nowhere"), ("--prompt=caf\udce9", "surrogate")]:
         with pytest.raises(ValueError, match=word):
             sample_py.main([f"--out_dir={house}/out/s", "--device=cpu", argument])

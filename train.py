@@ -3,7 +3,7 @@ Train a K3.
 
     python train.py config/shakespeare.py                       settings from a file, plain `name = value` lines
     python train.py config/shakespeare.py --lr=2e-3 --steps=500     and from the command line, which wins
-    python train.py config/shakespeare.py --resume              go on where the last checkpoint stopped, bit for bit on a CPU
+    python train.py config/shakespeare.py --resume              go on where the last checkpoint stopped, bit for bit on the same CPU
     python train.py --help                                      all settings and their defaults
 
 Settings are the fields of Settings (below) and of K3Config (model.py), in one flat list. A run writes out/NAME/:
@@ -136,8 +136,9 @@ def make_settings(given, enc):
             raise ValueError(f"{name} = {getattr(settings, name)}: must be at least 1")
     if settings.lr <= 0 or not 0 <= settings.min_lr <= 1 or settings.weight_decay < 0 or settings.grad_clip < 0:
         raise ValueError("expected lr > 0, 0 ≤ min_lr ≤ 1, weight_decay ≥ 0, grad_clip ≥ 0")
-    begins = [stage[0] for stage in settings.context_stages]
-    if settings.context_stages and (begins[0] != 0 or sorted(set(begins)) != begins or settings.context_stages[-1][1] != settings.context
+    pairs = all(type(stage) is tuple and len(stage) == 2 and type(stage[1]) is int and stage[1] > 0 and 0 <= stage[0] < 1 for stage in settings.context_stages)
+    begins = [stage[0] for stage in settings.context_stages] if pairs else []
+    if settings.context_stages and (not pairs or begins[0] != 0 or sorted(set(begins)) != begins or settings.context_stages[-1][1] != settings.context
                                     or any(settings.batch_size * settings.context % length for _, length in settings.context_stages)):
         raise ValueError(f"context_stages = {settings.context_stages}: expected (part of the run, context) pairs that start at 0 and ascend, "
                          f"each context dividing batch_size · context = {settings.batch_size * settings.context}, the last one context = {settings.context}")
@@ -230,7 +231,7 @@ def load_checkpoint(path, device="cpu"):
         path = found[-1]
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-        missing = {"model", "optimizer", "step", "config", "settings", "tokenizer"} - content.keys()
+        missing = {"model", "optimizer", "step", "config", "settings", "tokenizer", "data"} - content.keys()
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except Exception as error:                                             # torch.load has a dozen ways to say that a file is cut short
@@ -254,18 +255,23 @@ def keep_memory():
         libc.mallopt(-1, (1 << 31) - 1)                                    # M_TRIM_THRESHOLD
 
 
-def set_up_machine(settings):
-    """→ device, dtype, peak FLOP/s or None."""
+def find_device(name):
+    """"auto" or a name → "cuda", "mps" or "cpu"."""
     mps = torch.backends.mps.is_available()
-    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    device = name if name != "auto" else "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if device not in ("cpu", "cuda", "mps") or (device == "cuda" and not torch.cuda.is_available()) or (device == "mps" and not mps):
         raise ValueError(f"device = {device!r}: not here; expected auto, cpu" + ", cuda" * torch.cuda.is_available() + ", mps" * mps)
+    return device
+
+
+def set_up_machine(settings):
+    """→ device, dtype, peak FLOP/s or None."""
+    device = find_device(settings.device)
     if settings.dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype = {settings.dtype!r}: expected auto, float32 or bfloat16")
     dtype = "bfloat16" if settings.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else settings.dtype
     peak = None
     if device == "cuda":
-        torch.set_float32_matmul_precision("high")
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
     elif device == "cpu":
         keep_memory()
@@ -303,7 +309,7 @@ def train(arguments):
     # a resumed run starts from its own settings, and keeps them
     saved = None
     if given.get("resume"):
-        out_dir = given.get("out_dir") or f"out/{stem}"
+        out_dir = given.get("out_dir") or f"out/{stem or given.get('data', Settings.data)}"
         saved = load_checkpoint(out_dir)
         for name, value in given.items():
             before = {**saved["settings"], **saved["config"]}[name]
@@ -313,9 +319,10 @@ def train(arguments):
     folder = prepare.HERE / given.get("data", Settings.data)
     meta, enc = prepare.load_meta(folder)
     settings, config = make_settings(given, enc)
-    if saved and saved["data_sha256"] != meta["sha256"]:
-        raise ValueError(f"data = {settings.data!r} is not the text that {given['out_dir']} was trained on (its sha256 differs); prepare that "
-                         "text again, or start a new run")
+    identity = dict(sha256=meta["sha256"], train_tokens=meta["train_tokens"], val_tokens=meta["val_tokens"])
+    if saved and (saved["data"] != identity or saved["tokenizer"] != tokenizer.to_dict(enc)):
+        raise ValueError(f"data = {settings.data!r} is not what {given['out_dir']} was trained on (another text, tokenizer or split); prepare that "
+                         "again, or start a new run")
     for split in ("train", "val"):
         if meta[f"{split}_tokens"] < settings.context + 1:
             raise ValueError(f"context = {settings.context}: {folder}/{split}.bin has only {meta[f'{split}_tokens']} tokens; give more text or a "
@@ -327,7 +334,7 @@ def train(arguments):
     torch.manual_seed(settings.seed)
     model = K3(config).to(device)
     optimizer = model.configure_optimizers(settings.lr, settings.weight_decay)
-    step, seconds = 0, 0.0                                                 # finished updates; time spent on them
+    step, seconds, saved_at = 0, 0.0, -1                                   # finished updates; time spent on them; the update last saved
     out_dir = Path(settings.out_dir or f"out/{stem or settings.data}")
     if saved:
         model.load_state_dict(saved["model"])
@@ -336,12 +343,13 @@ def train(arguments):
         if device == "cuda" and "cuda" in saved["random"]:
             torch.cuda.set_rng_state(saved["random"]["cuda"])
         step, seconds = saved["step"], saved["seconds"]
+        saved = None                                                       # a second copy of everything
     elif checkpoints(out_dir):                                             # an earlier run is moved aside, never overwritten
         number = next(i for i in range(1, 10**6) if not out_dir.with_name(f"{out_dir.name}.{i}").exists())
         out_dir.rename(out_dir.with_name(f"{out_dir.name}.{number}"))
         print(f"moved the earlier run in {out_dir} to {out_dir}.{number} (to go on with it: --resume)")
     out_dir.mkdir(parents=True, exist_ok=True)
-    need = 3 * 3 * 4 * model.num_params()                                  # three files of weights and two moments
+    need = 3 * 4 * model.num_params() * (3 - len(checkpoints(out_dir)))    # files of weights and two moments; three while the newest is written
     if shutil.disk_usage(out_dir).free < need:
         raise ValueError(f"{out_dir}: checkpoints will need {need / 1e6:.0f} MB of disk, which are not free; make room or give another --out_dir")
     running = torch.compile(model) if settings.compile else model
@@ -355,10 +363,12 @@ def train(arguments):
         signal.signal(number, lambda number, frame: stop.append(number))
 
     def save():
+        nonlocal saved_at
         random = dict(torch=torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if device == "cuda" else {}))
         save_checkpoint(out_dir, step, dict(
             model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, seconds=seconds, random=random, config=asdict(config),
-            settings=asdict(settings), tokenizer=tokenizer.to_dict(enc), data_sha256=meta["sha256"]))
+            settings=asdict(settings), tokenizer=tokenizer.to_dict(enc), data=identity))
+        saved_at = step
 
     # ---- the loop
     violation, dead, last_log = 0.0, 0, (step, seconds)
@@ -396,15 +406,16 @@ def train(arguments):
             log.line(step=step, loss=loss, lr=settings.lr * factor, grad_norm=norm, tokens_per_s=speed, seconds=seconds,
                      max_violation=violation, dead_experts=dead, **({"mfu": flops / peak} if peak else {}))
             violation, dead, last_log = 0.0, 0, (step, seconds)
-        if step % settings.eval_every == 0 or step == settings.steps or stop:
+        if step % settings.eval_every == 0 or step == settings.steps:
             save()                                                         # before the evaluation: that may fail or take long
-        if (step % settings.eval_every == 0 or step == settings.steps) and not stop:
             losses = {split: evaluate(running, prepare.open_tokens(folder, split, meta), settings, device, autocast) for split in ("train", "val")}
             bits = {split: loss / math.log(2) * meta[f"{split}_tokens"] / meta[f"{split}_bytes"] for split, loss in losses.items()}
             log.evaluation(step=step, train_loss=losses["train"], val_loss=losses["val"], train_bits_per_byte=bits["train"],
                            val_bits_per_byte=bits["val"], seconds=seconds)
     log.close()
     if stop:
+        if saved_at != step:
+            save()
         print(f"stopped by {signal.Signals(stop[0]).name} after {step} updates, saved in {out_dir}; go on with --resume")
         sys.exit(128 + stop[0])
     print(f"done: {step} updates in {seconds:.0f} s, {step * tokens_per_step:,} tokens; sample with: python sample.py --out_dir={out_dir}")
@@ -416,8 +427,10 @@ class Log:
     def __init__(self, out_dir, settings, step):
         self.steps, self.live = settings.steps, sys.stdout.isatty()
         path = Path(out_dir) / "metrics.jsonl"
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step] if step and path.exists() else []
-        path.write_text("".join(line + "\n" for line in kept))             # a resumed run leaves no second curve behind its checkpoint
+        lines = path.read_text().splitlines() if step and path.exists() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]       # not what was cut short, nor a second curve
+        path.with_suffix(".tmp").write_text("".join(line + "\n" for line in kept))
+        os.replace(path.with_suffix(".tmp"), path)
         self.file = open(path, "a", buffering=1)
         self.board = self.wandb = None
         try:
@@ -472,3 +485,5 @@ if __name__ == "__main__":
         train(sys.argv[1:])
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:                                              # before the loop; in it, Ctrl-C saves first
+        sys.exit("stopped before the first step")

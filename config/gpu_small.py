@@ -6,7 +6,7 @@
 data = "corpus"
 vocab_size = 50304              # GPT-2's 50,257, padded to a multiple of 64 for the matrix products; the padding is never sampled
 
-# GPT-2 small's width and depth; K3's proportions: heads of n_embd/12, a latent of half the width, two shared experts, 3:1 KDA to MLA
+# GPT-2 small's width, depth and heads of 64; K3's latent of half the width, two shared experts, three KDA layers to one MLA
 n_layer = 12
 n_embd = 768
 n_head = 12
