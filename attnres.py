@@ -17,10 +17,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-try:
-    import kernels                                                         # Triton's, where it is installed; used on GPUs
-except ImportError:
-    kernels = None
+kernels = None
+if torch.cuda.is_available():                                              # NVIDIA's or AMD's; elsewhere the import would cost two seconds
+    try:
+        import kernels                                                     # Triton's, where it is installed
+    except ImportError:
+        pass
 
 
 def fp32(x):

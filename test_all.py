@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -302,11 +303,14 @@ def test_kda_gate():
 
 # ---- kernels.py: on a CPU, Triton's interpreter runs the kernels, in a process of its own. It cuts numbers to bf16 where a GPU rounds them
 
-kernels = attnres.kernels
-interpreted = pytest.mark.skipif(not (kernels and os.environ.get("TRITON_INTERPRET") == "1"), reason="for test_kernels_interpreted")
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETS, reason="for test_kernels_interpreted")
+outer = pytest.mark.skipif(INTERPRETS or find_spec("triton") is None, reason="triton is not installed, or this is the inner run")
+if INTERPRETS:
+    import kernels
 
 
-@pytest.mark.skipif(kernels is None or os.environ.get("TRITON_INTERPRET") == "1", reason="triton is not installed, or this is the inner run")
+@outer
 def test_kernels_interpreted():
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "test_all.py", "-k", "triton"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
                           capture_output=True, text=True)
@@ -412,7 +416,7 @@ def test_triton_mix():
     assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
 
 
-@pytest.mark.skipif(kernels is None or os.environ.get("TRITON_INTERPRET") == "1", reason="triton is not installed, or interprets")
+@outer
 def test_kernels_compile():
     """For chips that are not here: no spills at the defaults, and no more shared memory than a block may have."""
     done = subprocess.run([sys.executable, "kernels.py"], cwd=ROOT, capture_output=True, text=True)
