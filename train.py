@@ -4,6 +4,7 @@ Train a K3.
     python train.py config/shakespeare.py                       settings from a file, plain `name = value` lines
     python train.py config/shakespeare.py --lr=2e-3 --steps=500     and from the command line, which wins
     python train.py config/shakespeare.py --resume              go on where the last checkpoint stopped, bit for bit on a CPU
+    python train.py --init_from=FOLDER --data=mine --lr=1e-3    fine-tune released weights (weights.py); the sizes are the folder's
     python train.py --help                                      all settings and their defaults
 
 Settings are the fields of Settings (below) and of K3Config (model.py), in one flat list. A run writes out/NAME/:
@@ -40,6 +41,7 @@ class Settings:
     # what to train on, and where to
     data: str = "shakespeare"          # a folder in data/ that prepare.py made
     out_dir: str = ""                  # "": out/ and the name of the config file
+    init_from: str = ""                # a folder of released weights to start from; "": anew. Data: --tokenizer=FOLDER/tiktoken.model
     seed: int = 1
     # a step: grad_accum micro-batches of batch_size sequences of `context` tokens
     batch_size: int = 16
@@ -142,6 +144,19 @@ def make_settings(given, enc):
         raise ValueError(f"context_stages = {settings.context_stages}: expected (part of the run, context) pairs that start at 0 and ascend, "
                          f"each context dividing batch_size · context = {settings.batch_size * settings.context}, the last one context = {settings.context}")
     return settings, config
+
+
+def load_released(folder, given, enc):
+    """The model of --init_from, in fp32. Its sizes are the folder's: a setting that says otherwise is refused, and so is another tokenizer."""
+    model = K3.from_pretrained(folder, torch.float32, **{k: v for k, v in given.items() if k in ("qat", "router_bias_ema")})
+    for f in fields(K3Config):
+        if f.name in given and given[f.name] != getattr(model.config, f.name):
+            raise ValueError(f"{f.name} = {given[f.name]!r}, but the weights in {folder} have {getattr(model.config, f.name)!r}; leave it out")
+    kinds = [tokenizer.to_dict(x) for x in (enc, model.tokenizer or enc)]
+    if any(kinds[0][key] != kinds[1][key] for key in ("pattern", "ranks", "special")):
+        raise ValueError(f"the data were prepared with tokenizer {enc.name}, not with that of {folder}; prepare them with "
+                         f"--tokenizer={folder}/tiktoken.model")
+    return model
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -312,7 +327,8 @@ def train(arguments):
         given = {**saved["settings"], **saved["config"], **{k: v for k, v in given.items() if k in FREE}, "out_dir": out_dir}
     folder = prepare.HERE / given.get("data", Settings.data)
     meta, enc = prepare.load_meta(folder)
-    settings, config = make_settings(given, enc)
+    model = load_released(given["init_from"], given, enc) if given.get("init_from") and not saved else None
+    settings, config = make_settings({**given, **asdict(model.config)} if model else given, enc)
     if saved and saved["data_sha256"] != meta["sha256"]:
         raise ValueError(f"data = {settings.data!r} is not the text that {given['out_dir']} was trained on (its sha256 differs); prepare that "
                          "text again, or start a new run")
@@ -325,7 +341,7 @@ def train(arguments):
     device, dtype, peak = set_up_machine(settings)
     autocast = torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32)
     torch.manual_seed(settings.seed)
-    model = K3(config).to(device)
+    model = (model or K3(config)).train().to(device)
     optimizer = model.configure_optimizers(settings.lr, settings.weight_decay)
     step, seconds = 0, 0.0                                                 # finished updates; time spent on them
     out_dir = Path(settings.out_dir or f"out/{stem or settings.data}")
