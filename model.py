@@ -251,7 +251,8 @@ class K3(nn.Module):
         self.norm = RMSNorm(config.n_embd, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tokenizer = None                      # the tiktoken.Encoding that came with the weights, if one did: save_pretrained writes it
-        self.init_weights()
+        if not self.lm_head.weight.is_meta:        # there a model is only its shapes
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):

@@ -26,12 +26,13 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import weights
 from data import prepare, tokenizer
 from model import K3, K3Config
 
@@ -148,10 +149,17 @@ def make_settings(given, enc):
 
 def load_released(folder, given, enc):
     """The model of --init_from, in fp32. Its sizes are the folder's: a setting that says otherwise is refused, and so is another tokenizer."""
-    model = K3.from_pretrained(folder, torch.float32, **{k: v for k, v in given.items() if k in ("qat", "router_bias_ema")})
-    for f in fields(K3Config):
-        if f.name in given and given[f.name] != getattr(model.config, f.name):
-            raise ValueError(f"{f.name} = {given[f.name]!r}, but the weights in {folder} have {getattr(model.config, f.name)!r}; leave it out")
+    config = weights.read_config(Path(folder))[0]
+    training = {k: v for k, v in given.items() if k in ("qat", "router_bias_ema")}
+    layers = {k: v for k, v in given.items() if k in ("mla_every", "full_attn_layers")}                # two ways to say the same
+    theirs = asdict(config) | dict.fromkeys(layers, [i + 1 for i in range(config.n_layer) if config.is_mla(i)])
+    for name, value in given.items():
+        if name in layers:
+            other = replace(config, **{"full_attn_layers": (), **layers})
+            value = [i + 1 for i in range(config.n_layer) if other.is_mla(i)]
+        if name in theirs and name not in training and value != theirs[name]:
+            raise ValueError(f"{name} = {given[name]!r}, but the weights in {folder} have {theirs[name]!r}; leave it out")
+    model = K3.from_pretrained(folder, torch.float32, **training)
     kinds = [tokenizer.to_dict(x) for x in (enc, model.tokenizer or enc)]
     if any(kinds[0][key] != kinds[1][key] for key in ("pattern", "ranks", "special")):
         raise ValueError(f"the data were prepared with tokenizer {enc.name}, not with that of {folder}; prepare them with "

@@ -161,14 +161,15 @@ PAIRS = torch.stack([GRID.repeat(16), GRID.repeat_interleave(16)], dim=1)  # (25
 CODES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)                  # of 2|x|
 
 
-def mxfp4_decode(packed, scale):
-    """packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in) fp32, exact: each number · 2^(scale − 127)."""
-    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or packed.shape[-1] % 16 or scale.shape != (*packed.shape[:-1], packed.shape[-1] // 16):
+def mxfp4_decode(packed, scale, dtype=torch.float32):
+    """packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, both exact: each number · 2^(scale − 127)."""
+    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or packed.shape != (*scale.shape[:-1], 16 * scale.shape[-1]):
         raise ValueError(f"MXFP4: expected uint8 (…, in/2) and (…, in/32), got {packed.dtype} {tuple(packed.shape)} and {scale.dtype} {tuple(scale.shape)}")
     if (scale == 255).any():
         raise ValueError("MXFP4: a scale is 255, which stands for no number; the file is spoiled")
-    x = PAIRS.index_select(0, packed.flatten().int()).view(*scale.shape, 32)
-    return torch.ldexp(x, scale.int().unsqueeze(-1) - 127).flatten(-2)
+    pairs = PAIRS.to(dtype).view(torch.int32 if dtype == torch.bfloat16 else torch.int64).flatten()          # two numbers as one word
+    x = pairs.index_select(0, packed.flatten().int()).view(dtype).view(*scale.shape, 32)
+    return x.mul_(torch.exp2(scale.float() - 127).to(dtype).unsqueeze(-1)).flatten(-2)
 
 
 def mxfp4_encode(w):
@@ -187,7 +188,6 @@ Stored = namedtuple("Stored", "path name dtype shape start size")          # a t
 ITEM = {"F32": 4, "BF16": 2, "U8": 1, "F64": 8, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16}
 VISION = ("vision_tower.", "mm_projector.")
-AT_ONCE = 16 << 20       # bytes read before a file's pages are given back
 
 
 def safetensors():
@@ -443,6 +443,8 @@ def load(folder, dtype=None, device="cpu", **training):
         raise ValueError(f"dtype = {dtype}: expected torch.float32 or torch.bfloat16")
     config = replace(config, **training)
     enc = tokenizer.from_file(folder / "tiktoken.model") if (folder / "tiktoken.model").is_file() else None
+    if enc and enc.n_vocab > config.vocab_size:
+        raise ValueError(f"{folder}: the tokenizer has {enc.n_vocab} tokens, config.json a vocab_size of {config.vocab_size}; one of the two is wrong")
     with torch.device("meta"):
         model = K3(config)
     model.to(dtype).to_empty(device=device)                                # the first memory that is spent
@@ -451,24 +453,24 @@ def load(folder, dtype=None, device="cpu", **training):
     ours = {name: x for name, x in (*model.named_parameters(), *model.named_buffers()) if isinstance(x, torch.nn.Parameter) or name.endswith("router_bias")}
     assert ours.keys() == {name for name, *_ in found}, "TENSORS and the model's parameters differ"
 
-    opened, seen = {}, 0
+    # Views into a file make its pages ours until the file is closed; so it is closed after every sixteenth of the whole, 64 MB at most
+    opened, seen, at_once = {}, 0, min(64 << 20, max(4 << 20, sum(stored.size for _, _, stored, _ in found) // 16))
 
     def rows_of(stored, first, last):
-        """A view into the file. Its pages count as ours until the file is closed, so that is done every AT_ONCE bytes."""
         if stored.path not in opened:
             opened[stored.path] = safetensors().safe_open(stored.path, "pt")
         return opened[stored.path].get_tensor(stored.name)[first:last]
     try:
         for name, cut, stored, scale in sorted(found, key=lambda row: (row[2].path, row[2].start)):              # as the files lie on the disk
             target = cut_out(ours[name], cut)
-            step = max(1, AT_ONCE // (64 if scale else 1) // max(1, stored.size // stored.shape[0]))             # rows; decoding takes more room
+            step = max(1, (at_once if not scale else 256 << 10) * stored.shape[0] // stored.size)                # rows; decoding takes more room
             for first in range(0, len(target), step):
                 last = min(first + step, len(target))
                 rows = rows_of(stored, first, last)
                 seen += rows.nbytes
-                target[first:last] = mxfp4_decode(rows, rows_of(scale, first, last)) if scale else rows
+                target[first:last] = mxfp4_decode(rows, rows_of(scale, first, last), dtype) if scale else rows
                 del rows
-                if seen >= AT_ONCE:
+                if seen >= at_once:
                     opened.clear()
                     seen = 0
     except (ValueError, safetensors().SafetensorError) as error:

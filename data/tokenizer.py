@@ -108,6 +108,8 @@ def released(path, ranks):
     for file in ("tokenizer_config.json", "config.json"):
         if (path.parent / file).is_file():
             try:
+                if (path.parent / file).stat().st_size > 16 << 20:
+                    raise ValueError
                 beside[file] = json.loads((path.parent / file).read_text(encoding="utf-8"))
                 text = beside[file].get("text_config")
                 beside[file].update(text if isinstance(text, dict) else {})
