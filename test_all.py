@@ -1607,7 +1607,7 @@ KDA_TEXT = TEXT["linear_attn_config"]
     (dict(linear_attn_config=KDA_TEXT | dict(kda_layers=[1, 2])), "kda_layers"), (dict(linear_attn_config=KDA_TEXT | dict(full_attn_layers=[9])), "full_attn_layers"),
     (dict(linear_attn_config=KDA_TEXT | dict(allow_neg_eigval=True)), "allow_neg_eigval"), (dict(quantization_config=dict(quant_method="fp8")), "quant_method"),
     (dict(quantization_config=dict(quant_method="compressed-tensors", format="pack-quantized")), "format"), (dict(intermediate_size=49), "gate_proj|up_proj"),
-    (dict(quantization_config=dict(quant_method="compressed-tensors", format="mxfp4-pack-quantized", config_groups={"a": {"weights": {"group_size": 16}}})), "group_size")])
+    (dict(quantization_config=dict(quant_method="compressed-tensors", format="mxfp4-pack-quantized", config_groups={"a": {"weights": {"num_bits": 4, "group_size": 16}}})), "group_size")])
 def test_configs_that_are_not_ours(change, word, tmp_path):
     """Named, before any memory is spent on weights: nothing but headers may be read."""
     text = {**TEXT, **change}
@@ -1830,7 +1830,8 @@ def test_k3_tokenizer_as_configured(tmp_path):
                                 ("tokenizer_config.json", dict(added_tokens_decoder={"7": {"content": "[BOS]"}}), "distinct"),
                                 ("tokenizer_config.json", dict(added_tokens_decoder={"x": {"content": "[BOS]"}}), "added_tokens_decoder"),
                                 ("tokenizer_config.json", dict(added_tokens_decoder={"300": {"content": "a"}, "301": {"content": "a"}}), "added_tokens_decoder"),
-                                ("tokenizer_config.json", dict(added_tokens_decoder=[1]), "added_tokens_decoder"), ("tokenizer_config.json", dict(pat_str=5), "pat_str")]:
+                                ("tokenizer_config.json", dict(added_tokens_decoder=[1]), "added_tokens_decoder"), ("tokenizer_config.json", dict(pat_str=5), "pat_str"),
+                                ("tokenizer_config.json", dict(pat_str="("), "its pattern is '.'")]:
         whole = (tmp_path / file).read_text()
         (tmp_path / file).write_text(json.dumps(content))
         with pytest.raises(ValueError, match=word):

@@ -114,14 +114,15 @@ SIZES = {
 }
 KDA_SIZES = {"head_dim": "kda_key_dim", "short_conv_kernel_size": "conv_size", "gate_lower_bound": "g_min"}       # in linear_attn_config
 # Fields of which one value is what this code computes. Those of the first row must be there: left out, they mean something else.
-MUST = {"hidden_act": "situ", "mla_use_nope": True, "mla_use_output_gate": True, "latent_moe_use_norm": True}
+MUST = {"hidden_act": "situ", "mla_use_nope": True, "mla_use_output_gate": True, "latent_moe_use_norm": True,
+        "linear_attn_config.use_full_rank_gate": True}
 ONLY = {"moe_router_activation_func": "sigmoid", "moe_renormalize": True, "moe_layer_freq": 1, "num_expert_group": 1, "topk_group": 1,
         "topk_method": "noaux_tc", "tie_word_embeddings": False, "num_nextn_predict_layers": 0, "rope_scaling": None}
-# Fields that change nothing here: who wrote it, how to sample, and rope_theta, which without rotation turns nothing.
+# Fields that are read elsewhere or change nothing: who wrote it, how to sample, and rope_theta, which without rotation turns nothing.
 INERT = set("""_name_or_path architectures auto_map model_type transformers_version dtype torch_dtype bos_token_id eos_token_id pad_token_id
     initializer_range max_position_embeddings model_max_length use_cache return_dict id2label label2id rope_theta rope_parameters head_dim
-    use_grouped_topk num_key_value_heads linear_attn_config quantization_config temperature top_k top_p typical_p num_beams num_beam_groups
-    num_return_sequences max_length length_penalty repetition_penalty""".split())
+    use_grouped_topk linear_attn_config linear_attn_config.full_attn_layers linear_attn_config.kda_layers quantization_config
+    temperature top_k top_p typical_p num_beams num_beam_groups num_return_sequences max_length length_penalty repetition_penalty""".split())
 
 
 def table(config):
@@ -164,7 +165,8 @@ CODES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)
 def mxfp4_decode(packed, scale, dtype=torch.float32):
     """packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, both exact: each number · 2^(scale − 127)."""
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or packed.shape != (*scale.shape[:-1], 16 * scale.shape[-1]):
-        raise ValueError(f"MXFP4: expected uint8 (…, in/2) and (…, in/32), got {packed.dtype} {tuple(packed.shape)} and {scale.dtype} {tuple(scale.shape)}")
+        raise ValueError(f"MXFP4: expected uint8 (…, in/2) and (…, in/32), got {packed.dtype} {tuple(packed.shape)} and {scale.dtype} "
+                         f"{tuple(scale.shape)}")
     if (scale == 255).any():
         raise ValueError("MXFP4: a scale is 255, which stands for no number; the file is spoiled")
     pairs = PAIRS.to(dtype).view(torch.int32 if dtype == torch.bfloat16 else torch.int64).flatten()          # two numbers as one word
@@ -175,7 +177,8 @@ def mxfp4_decode(packed, scale, dtype=torch.float32):
 def mxfp4_encode(w):
     """w (out, in), in a multiple of 32 → packed, scale: the nearest that mxfp4_decode can give (moe.py says how near)."""
     if w.shape[-1] % 32 or not w.isfinite().all():
-        raise ValueError(f"MXFP4: expected finite weights in rows of a multiple of 32, got {tuple(w.shape)}" + " with NaN or infinity" * (w.shape[-1] % 32 == 0))
+        raise ValueError(f"MXFP4: expected finite weights in rows of a multiple of 32, got {tuple(w.shape)}, "
+                         + ("some of them NaN or infinity" if w.shape[-1] % 32 == 0 else "which is none"))
     x, e = mxfp4_parts(w)                                                  # (out, in/32, 32), (out, in/32, 1)
     code = (CODES[(2 * x.abs()).long()] | x.signbit().to(torch.uint8) << 3).flatten(-2)
     return code[..., 0::2] | code[..., 1::2] << 4, (e.squeeze(-1) + 127).to(torch.uint8)
@@ -185,7 +188,7 @@ def mxfp4_encode(w):
 # Headers and config, untrusted
 
 Stored = namedtuple("Stored", "path name dtype shape start size")          # a tensor in a file: where its bytes begin, and how many
-ITEM = {"F32": 4, "BF16": 2, "U8": 1, "F64": 8, "F16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16}
 VISION = ("vision_tower.", "mm_projector.")
 
@@ -196,6 +199,14 @@ def safetensors():
     except ImportError:
         raise ValueError("released weights need the safetensors library: pip install safetensors") from None
     return safetensors
+
+
+def open_file(path):
+    """The library's view of a file, of which read_header has already looked at every byte that it trusts."""
+    try:
+        return safetensors().safe_open(path, "pt")
+    except safetensors().SafetensorError as error:
+        raise ValueError(f"{path}: {error}; the file is cut short or spoiled, fetch it again") from None
 
 
 def parse_json(data, where):
@@ -224,6 +235,11 @@ def read_json(path, most=16 << 20):
     return parse_json(path.read_bytes(), path)
 
 
+def is_name(text):
+    """Names come back in messages of one line."""
+    return 0 < len(text) <= 300 and text.isprintable()
+
+
 def read_header(path):
     """A safetensors file → {name: Stored}, checked so that every byte of the file belongs to exactly one tensor. Reads no data."""
     def rule(holds, what):
@@ -238,17 +254,18 @@ def read_header(path):
     whole = lambda x: type(x) is int and 0 <= x < 1 << 63
     tensors = {}
     for name, entry in header.items():
-        rule(isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}, f"tensor {name[:200]}: expected dtype, shape and data_offsets")
+        rule(is_name(name), f"a tensor is called {name[:80]!r}")
+        rule(isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}, f"tensor {name}: expected dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        rule(isinstance(dtype, str) and dtype in ITEM, f"tensor {name[:200]}: unknown dtype {str(dtype)[:40]!r}")
-        rule(isinstance(shape, list) and len(shape) <= 8 and all(map(whole, shape)), f"tensor {name[:200]}: shape {str(shape)[:80]}")
-        rule(isinstance(offsets, list) and len(offsets) == 2 and all(map(whole, offsets)), f"tensor {name[:200]}: data_offsets {str(offsets)[:80]}")
-        bytes_ = math.prod(shape) * ITEM[dtype]
-        rule(offsets[1] - offsets[0] == bytes_, f"tensor {name[:200]}: {dtype} {shape} takes {bytes_} bytes, data_offsets are {offsets}")
-        tensors[name] = Stored(path, name, dtype, tuple(shape), 8 + length + offsets[0], bytes_)
+        rule(isinstance(dtype, str) and dtype in ITEM, f"tensor {name}: unknown dtype {str(dtype)[:40]!r}")
+        rule(isinstance(shape, list) and len(shape) <= 8 and all(map(whole, shape)), f"tensor {name}: shape {str(shape)[:80]}")
+        rule(isinstance(offsets, list) and len(offsets) == 2 and all(map(whole, offsets)), f"tensor {name}: data_offsets {str(offsets)[:80]}")
+        taken = math.prod(shape) * ITEM[dtype]
+        rule(offsets[1] - offsets[0] == taken, f"tensor {name}: {dtype} {shape} takes {taken} bytes, data_offsets are {offsets}")
+        tensors[name] = Stored(path, name, dtype, tuple(shape), 8 + length + offsets[0], taken)
     end = 8 + length
-    for name, t in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].size)):
-        rule(t.start == end, f"tensor {name[:200]} begins at byte {t.start}, expected {end}: tensors overlap or leave a gap")
+    for t in sorted(tensors.values(), key=lambda t: (t.start, t.size)):
+        rule(t.start == end, f"tensor {t.name} begins at byte {t.start}, expected {end}: tensors overlap or leave a gap")
         end += t.size
     rule(end == size, f"its tensors end at byte {end}, but the file has {size}")
     return tensors
@@ -256,15 +273,15 @@ def read_header(path):
 
 def read_headers(folder):
     """All safetensors files of a folder → {name: Stored}. An index, if there is one, must agree with the files."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     index, where = folder / "model.safetensors.index.json", {}
     if index.is_file():
         where = read_json(index, 256 << 20).get("weight_map")
-        if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        if not isinstance(where, dict) or not where or not all(isinstance(file, str) and is_name(name) for name, file in where.items()):
             raise ValueError(f"{index}: expected a weight_map from tensors to files; fetch it again")
         for name, file in where.items():
-            if Path(file).name != file or not file.endswith(".safetensors") or "\\" in file:
-                raise ValueError(f"{index}: {name[:200]} is in {file[:200]!r}, expected a .safetensors file of this folder; do not trust it")
+            if Path(file).name != file or not file.endswith(".safetensors") or "\\" in file or not is_name(file):
+                raise ValueError(f"{index}: {name} is in {file[:80]!r}, expected a .safetensors file of this folder; do not trust it")
         for file in sorted(set(where.values())):
             if not (folder / file).is_file():
                 raise FileNotFoundError(f"{folder / file} is missing, though the index names it; fetch it")
@@ -316,52 +333,47 @@ def read_config(folder):
     rule(1 <= layers <= 1000, "num_hidden_layers", layers, "1 to 1000")
     rule(given["kda_key_dim"] > 0, "linear_attn_config.head_dim", given["kda_key_dim"], "at least 1")
     rule(-5.9 <= given["g_min"] < 0, "linear_attn_config.gate_lower_bound", given["g_min"], "at least -5.9 and below 0")
-    for source, names, prefix in ((text, {**MUST, **ONLY}, ""), (kda, {"use_full_rank_gate": True}, "linear_attn_config."), (whole, {"tie_word_embeddings": False}, "")):
-        for name, only in names.items():
-            if name in source or name in MUST or name == "use_full_rank_gate":
-                value = source.get(name)
-                rule(value == only and type(value) is type(only), prefix + name, value, repr(only))
-    rule(kda.get("num_heads") == heads, "linear_attn_config.num_heads", kda.get("num_heads"), f"num_attention_heads = {heads}")
-    rule(text.get("num_key_value_heads") in (None, heads), "num_key_value_heads", text.get("num_key_value_heads"), f"num_attention_heads = {heads}")
+    rule(given["rms_norm_eps"] > 0, "rms_norm_eps", given["rms_norm_eps"], "more than 0")
+    same = {"num_key_value_heads": heads, "linear_attn_config.num_heads": heads}
+    flat = {**text, **{f"linear_attn_config.{name}": value for name, value in kda.items()}}
+    flat["tie_word_embeddings"] = text.get("tie_word_embeddings", False) or whole.get("tie_word_embeddings", False)
+    for name, only in {**MUST, **ONLY, **same}.items():
+        if name in flat or name in MUST or name == "linear_attn_config.num_heads":
+            rule(flat.get(name) == only and type(flat[name]) is type(only), name, flat.get(name), repr(only))
+    for name, value in flat.items():
+        known = name.removeprefix("linear_attn_config.") in KDA_SIZES or name in {*SIZES, *MUST, *ONLY, *same, *INERT}
+        rule(known or value in (None, False, 0, "", [], {}), repr(name[:80])[1:-1], value, "no such field")
 
     # which layers are MLA: both lists count from 1; one of them is enough
     full, linear = kda.get("full_attn_layers"), kda.get("kda_layers")
     for name, numbers in (("full_attn_layers", full), ("kda_layers", linear)):
-        rule(numbers is None or isinstance(numbers, list) and all(type(i) is int and 1 <= i <= layers for i in numbers) and len(set(numbers)) == len(numbers),
-             f"linear_attn_config.{name}", numbers, f"distinct layers from 1 to {layers}")
+        good = numbers is None or isinstance(numbers, list) and all(type(i) is int and 1 <= i <= layers for i in numbers)
+        rule(good and len(set(numbers or ())) == len(numbers or ()), f"linear_attn_config.{name}", numbers, f"distinct layers from 1 to {layers}")
     rule(full is not None or linear is not None, "linear_attn_config.kda_layers", None, "a list of layers")
     if full is None:
         full = sorted(set(range(1, layers + 1)) - set(linear))
-    rule(linear is None or sorted(full + linear) == list(range(1, layers + 1)), "linear_attn_config.kda_layers", linear, "every layer that is not in full_attn_layers")
+    rule(linear is None or sorted(full + linear) == list(range(1, layers + 1)), "linear_attn_config.kda_layers", linear,
+         "every layer that is not in full_attn_layers")
     given["full_attn_layers"], given["mla_every"] = tuple(sorted(full)), 4 if full else 0
 
-    for source, names, prefix in ((text, {*SIZES, *MUST, *ONLY, *INERT}, ""), (kda, {*KDA_SIZES, "num_heads", "use_full_rank_gate", "full_attn_layers", "kda_layers"}, "linear_attn_config.")):
-        for name, value in source.items():
-            rule(name in names or value in (None, False, 0, "", [], {}), prefix + name[:80], value, "no such field")
-    for source in (text, whole):
-        check_quantization(source.get("quantization_config"), lambda holds, name, value, expected: rule(holds, f"quantization_config.{name}", value, expected))
+    # routed experts in MXFP4, as compressed-tensors calls it, or nothing
+    for q in filter(None, (text.get("quantization_config"), whole.get("quantization_config"))):
+        rule(isinstance(q, dict), "quantization_config", q, "an object")
+        groups = q.get("config_groups", {})
+        rule(isinstance(groups, dict) and all(isinstance(group, dict) for group in groups.values()), "config_groups", groups, "an object of objects")
+        asked = [(q, "quant_method", "compressed-tensors"), (q, "format", "mxfp4-pack-quantized")]
+        for group in groups.values():
+            numbers = group.get("weights")
+            rule(isinstance(numbers, dict), "config_groups.weights", numbers, "an object")
+            asked += [(group, "input_activations", None), (numbers, "num_bits", 4), (numbers, "group_size", 32)]
+        for source, name, only in asked:
+            rule(source.get(name) == only, f"quantization_config: {name}", source.get(name), repr(only))
     try:
         return K3Config(**given), text, whole
     except ValueError as error:
-        name, what = str(error).removeprefix("config: ").split(" ", 1)
-        raise ValueError(f"{path}: {({v: k for k, v in SIZES.items()}).get(name, name)} {what}") from None
-
-
-def check_quantization(q, rule):
-    """Routed experts in MXFP4, as compressed-tensors writes them, or nothing."""
-    if q is None:
-        return
-    rule(isinstance(q, dict) and q.get("quant_method") == "compressed-tensors", "quant_method", q.get("quant_method") if isinstance(q, dict) else q,
-         "'compressed-tensors'")
-    rule(q.get("format") == "mxfp4-pack-quantized", "format", q.get("format"), "'mxfp4-pack-quantized'")
-    groups = q.get("config_groups", {})
-    rule(isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values()), "config_groups", groups, "an object of objects")
-    for group in groups.values():
-        weights = group.get("weights") or {}
-        rule(isinstance(weights, dict), "weights", weights, "an object")
-        for name, only in (("num_bits", 4), ("group_size", 32), ("type", "float"), ("symmetric", True)):
-            rule(weights.get(name, only) == only, name, weights.get(name), repr(only))
-        rule(group.get("input_activations") is None, "input_activations", group.get("input_activations"), "None")
+        ours, what = str(error).removeprefix("config: ").split(" ", 1)
+        name = next((name for name in SIZES if SIZES[name] == ours), ours)
+        raise ValueError(f"{path}: {name} {what}") from None
 
 
 def read_folder(folder):
@@ -384,7 +396,8 @@ def read_folder(folder):
         if stored.dtype not in dtypes:
             raise ValueError(f"{stored.path}: tensor {stored.name} is {stored.dtype}, expected {' or '.join(dtypes)}; convert it first")
         if stored.shape != shape:
-            raise ValueError(f"{stored.path}: tensor {stored.name} has shape {list(stored.shape)}, expected {list(shape)} by config.json; one of the two is wrong")
+            raise ValueError(f"{stored.path}: tensor {stored.name} has shape {list(stored.shape)}, expected {list(shape)} by config.json; one of the "
+                             "two is wrong")
     found, missing, general = [], [], None                                 # general: the dtype of all that is W
     for name, ours, shape, dtype, cut in table(config):
         packed, scale = name + "_packed", None
@@ -415,13 +428,13 @@ def read_folder(folder):
         raise ValueError(f"{folder}: tensor {names} missing; expected by config.json. Fetch the files again" +
                          (f" (there are others that nothing asks for: {min(left)})" if left else ""))
     if left:
-        raise ValueError(f"{folder}: tensor {', '.join(sorted(left)[:3])}{' and more' if len(left) > 3 else ''} belongs to no parameter by config.json; "
-                         "one of the two is wrong")
+        names = ", ".join(sorted(left)[:3]) + (" and more" if len(left) > 3 else "")
+        raise ValueError(f"{folder}: tensor {names} belongs to no parameter by config.json; one of the two is wrong")
     return config, TORCH[general], found
 
 
 def check_tail(stored, used):
-    with safetensors().safe_open(stored.path, "pt") as file:
+    with open_file(stored.path) as file:
         if (file.get_tensor(stored.name)[used:] != 0).any():
             raise ValueError(f"{stored.path}: tensor {stored.name} is {stored.shape[0]} long for {used} heads, and its tail is not zero; the file "
                              "is not what config.json says")
@@ -444,13 +457,14 @@ def load(folder, dtype=None, device="cpu", **training):
     config = replace(config, **training)
     enc = tokenizer.from_file(folder / "tiktoken.model") if (folder / "tiktoken.model").is_file() else None
     if enc and enc.n_vocab > config.vocab_size:
-        raise ValueError(f"{folder}: the tokenizer has {enc.n_vocab} tokens, config.json a vocab_size of {config.vocab_size}; one of the two is wrong")
+        raise ValueError(f"{folder}: the tokenizer has {enc.n_vocab} tokens, config.json a vocab_size of {config.vocab_size}; one of the two is "
+                         "wrong")
     with torch.device("meta"):
         model = K3(config)
     model.to(dtype).to_empty(device=device)                                # the first memory that is spent
     for name, buffer in model.named_buffers():
         buffer.fill_(-torch.inf if name.endswith("max_logit") else 0)
-    ours = {name: x for name, x in (*model.named_parameters(), *model.named_buffers()) if isinstance(x, torch.nn.Parameter) or name.endswith("router_bias")}
+    ours = dict(model.named_parameters()) | {name: x for name, x in model.named_buffers() if name.endswith("router_bias")}
     assert ours.keys() == {name for name, *_ in found}, "TENSORS and the model's parameters differ"
 
     # Views into a file make its pages ours until the file is closed; so it is closed after every sixteenth of the whole, 64 MB at most
@@ -458,7 +472,7 @@ def load(folder, dtype=None, device="cpu", **training):
 
     def rows_of(stored, first, last):
         if stored.path not in opened:
-            opened[stored.path] = safetensors().safe_open(stored.path, "pt")
+            opened[stored.path] = open_file(stored.path)
         return opened[stored.path].get_tensor(stored.name)[first:last]
     try:
         for name, cut, stored, scale in sorted(found, key=lambda row: (row[2].path, row[2].start)):              # as the files lie on the disk
@@ -500,19 +514,515 @@ def released_config(config, dtype, experts, special):
     if config.attn_res != "block" or config.kda_key_dim != config.kda_value_dim:
         raise ValueError("a released config has no words for attn_res = 'full' or for kda_key_dim other than kda_value_dim; such a model stays here")
     mla = [i + 1 for i in range(config.n_layer) if config.is_mla(i)]
-    text = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": str(dtype)[6:], **special, **MUST, **ONLY,
-            **{name: getattr(config, ours) for name, ours in SIZES.items()}, "num_key_value_heads": config.n_head, "use_grouped_topk": True,
-            "max_position_embeddings": 1 << 20, "use_cache": True}
-    text["linear_attn_config"] = {**{name: getattr(config, ours) for name, ours in KDA_SIZES.items()}, "num_heads": config.n_head, "use_full_rank_gate": True,
-                                  "full_attn_layers": mla, "kda_layers": [i for i in range(1, config.n_layer + 1) if i not in mla]}
+    text = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": str(dtype)[6:], **special,
+            **{name: getattr(config, ours) for name, ours in SIZES.items()}, "num_key_value_heads": config.n_head, **MUST, **ONLY,
+            "use_grouped_topk": True, "max_position_embeddings": 1 << 20, "use_cache": True}
+    text["linear_attn_config"] = {
+        **{name: getattr(config, ours) for name, ours in KDA_SIZES.items()}, "num_heads": config.n_head,
+        "use_full_rank_gate": text.pop("linear_attn_config.use_full_rank_gate"),
+        "full_attn_layers": mla, "kda_layers": [i for i in range(1, config.n_layer + 1) if i not in mla]}
     if experts == "mxfp4":
-        weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False, "scale_dtype": "torch.uint8"}
+        numbers = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+                   "scale_dtype": "torch.uint8"}
         text["quantization_config"] = {
             "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
-            "config_groups": {"group_0": {"format": "mxfp4-pack-quantized", "targets": ["Linear"], "weights": weights, "input_activations": None,
+            "config_groups": {"group_0": {"format": "mxfp4-pack-quantized", "targets": ["Linear"], "weights": numbers, "input_activations": None,
                                           "output_activations": None}},
-            "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*", "re:.*vision_tower.*",
-                       "re:.*mm_projector.*"]}
+            "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*",
+                       "re:.*vision_tower.*", "re:.*mm_projector.*"]}
+    return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": str(dtype)[6:], **special,
+            "tie_word_embeddings": False, "text_config": text}
+
+
+@torch.no_grad()
+def save(model, folder, dtype=None, experts=None, enc=None, shard_bytes=5 * 10**9):
+    """
+    K3 → a folder in the released layout. dtype: torch.float32 or torch.bfloat16, None for the model's own. experts: "mxfp4" or "plain",
+    None for mxfp4 if the model was trained for it (qat). A file takes up to shard_bytes; one at a time is put together in memory.
+    """
+    folder, config, enc = Path(folder), model.config, enc or model.tokenizer
+    dtype = dtype or model.embed.weight.dtype
+    experts = experts or ("mxfp4" if config.qat else "plain")
+    if dtype not in TORCH.values() or experts not in ("mxfp4", "plain"):
+        raise ValueError(f"expected dtype torch.float32 or torch.bfloat16 and experts 'mxfp4' or 'plain', got {dtype} and {experts!r}")
+    if experts == "mxfp4" and (config.moe_intermediate_size % 32 or config.routed_expert_hidden_size % 32):
+        raise ValueError(f"MXFP4 goes by blocks of 32: moe_intermediate_size = {config.moe_intermediate_size} and routed_expert_hidden_size = "
+                         f"{config.routed_expert_hidden_size} must be multiples of it; write plain experts")
+    if enc and enc.n_vocab > config.vocab_size:
+        raise ValueError(f"the tokenizer has {enc.n_vocab} tokens, the model a vocabulary of {config.vocab_size}; give the one it was trained with")
+    special = tokenizer.special_ids(enc) if enc else {}
+    content = released_config(config, dtype, experts, special)
+    ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def is_packed(cut):
+        return experts == "mxfp4" and cut[0].isdigit()
+
+    # which file takes what
+    shards, room = [], 0
+    for row in table(config):
+        _, _, shape, kept, cut = row
+        size = math.prod(shape) * 17 // 32 if is_packed(cut) else math.prod(shape) * (4 if kept == F32 else dtype.itemsize)
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(row)
+        room -= size
+
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary, where, total = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder)), {}, 0
+    try:
+        for number, rows in enumerate(shards, 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+            tensors = {}
+            for name, our_name, _, kept, cut in rows:
+                x = cut_out(ours[our_name].detach(), cut)
+                name = "language_model." + name
+                if is_packed(cut):
+                    tensors[name + "_packed"], tensors[name + "_scale"] = mxfp4_encode(x.cpu())
+                else:
+                    tensors[name] = x.to("cpu", torch.float32 if kept == F32 else dtype).contiguous()
+            safetensors().torch.save_file(tensors, temporary / file, metadata={"format": "pt"})
+            where.update(dict.fromkeys(tensors, file))
+            total += sum(x.nbytes for x in tensors.values())
+        texts = {"generation_config.json": {**special, "do_sample": True, "temperature": 0.8}, "config.json": content}
+        if len(shards) > 1:
+            texts = {"model.safetensors.index.json": {"metadata": {"total_size": total}, "weight_map": where}, **texts}
+        if enc:
+            tokenizer.write_model(enc, temporary)
+        for file, text in texts.items():
+            (temporary / file).write_text(json.dumps(text, indent=2), encoding="utf-8")
+        # all is on the disk: put it in the place of an earlier export, config.json last, with which the folder is whole
+        for old in [folder / "config.json", *folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
+            old.unlink(missing_ok=True)
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, folder / path.name)
+    except (OSError, safetensors().SafetensorError) as error:
+        raise OSError(f"could not write {folder} ({getattr(error, 'strerror', None) or error}); make room or give another folder") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Looking at a folder, and the command
+
+def describe(folder):
+    """What python model.py FOLDER prints: from config.json, and from the headers if the weights are there."""
+    folder = Path(folder)
+    here = any(folder.glob("*.safetensors"))
+    c = read_folder(folder)[0] if here else read_config(folder)[0]
+    with torch.device("meta"):
+        model = K3(c).bfloat16()
+    mla = sum(c.is_mla(i) for i in range(c.n_layer))
+    dense, kda = min(c.first_k_dense_replace, c.n_layer), c.n_layer - mla
+    moes = [layer.mlp for layer in model.layers if isinstance(layer.mlp, LatentMoE)]
+    bf16 = sum(x.nbytes for x in [*model.parameters(), *(m.router_bias for m in moes)])
+    routed = sum(m.w13.numel() + m.w2.numel() for m in moes)
+    state = kda * c.n_head * c.kda_key_dim * c.kda_value_dim * 4
+    tails = kda * c.n_head * (2 * c.kda_key_dim + c.kda_value_dim) * (c.conv_size - 1) * 4
+    latent = mla * (c.kv_lora_rank + c.qk_rope_head_dim) * 2
+    on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    size = {"1": 1, "vocab": c.vocab_size, "d": c.n_embd, "H": c.n_head, "K": c.kda_key_dim, "V": c.kda_value_dim, "conv": c.conv_size,
+            "q_lora": c.q_lora_rank, "key": c.qk_nope_head_dim + c.qk_rope_head_dim, "R": c.kv_lora_rank, "v": c.v_head_dim,
+            "R+rope": c.kv_lora_rank + c.qk_rope_head_dim, "nope+v": c.qk_nope_head_dim + c.v_head_dim, "dense": c.intermediate_size,
+            "experts": c.num_experts, "l": c.routed_expert_hidden_size, "m": c.moe_intermediate_size,
+            "shared": c.num_shared_experts * c.moe_intermediate_size}
+    shape_of = lambda text: tuple(math.prod(size[factor] for factor in side.split("*")) for side in text.split())
+    for name, ours, shape, dtype, cut in TENSORS["model"]:
+        yield name, ours, shape_of(shape), dtype, cut
+    for i in range(c.n_layer):
+        for part in ("layer", "MLA" if c.is_mla(i) else "KDA", "dense" if i < c.first_k_dense_replace else "MoE"):
+            for name, ours, shape, dtype, cut in TENSORS[part]:
+                for e in range(c.num_experts if cut[0] == "E" else 1):
+                    yield (f"model.layers.{i}." + name.replace(".E.", f".{e}."), f"layers.{i}.{ours}", shape_of(shape), dtype,
+                           cut.replace("E", str(e)))
+
+
+def cut_out(tensor, cut):
+    """The view of our parameter that is one released tensor."""
+    if cut == "row":
+        return tensor[None]
+    if cut[0].isdigit():
+        expert, *half = cut.split()
+        return tensor[int(expert)][["gate", "up"].index(half[0])] if half else tensor[int(expert)]
+    return tensor
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# MXFP4 in bytes (the rounding is in moe.py)
+
+GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+PAIRS = torch.stack([GRID.repeat(16), GRID.repeat_interleave(16)], dim=1)  # (256, 2): what a byte holds, low nibble first
+CODES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)                  # of 2|x|
+
+
+def mxfp4_decode(packed, scale, dtype=torch.float32):
+    """packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, both exact: each number · 2^(scale − 127)."""
+    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or packed.shape != (*scale.shape[:-1], 16 * scale.shape[-1]):
+        raise ValueError(f"MXFP4: expected uint8 (…, in/2) and (…, in/32), got {packed.dtype} {tuple(packed.shape)} and {scale.dtype} "
+                         f"{tuple(scale.shape)}")
+    if (scale == 255).any():
+        raise ValueError("MXFP4: a scale is 255, which stands for no number; the file is spoiled")
+    pairs = PAIRS.to(dtype).view(torch.int32 if dtype == torch.bfloat16 else torch.int64).flatten()          # two numbers as one word
+    x = pairs.index_select(0, packed.flatten().int()).view(dtype).view(*scale.shape, 32)
+    return x.mul_(torch.exp2(scale.float() - 127).to(dtype).unsqueeze(-1)).flatten(-2)
+
+
+def mxfp4_encode(w):
+    """w (out, in), in a multiple of 32 → packed, scale: the nearest that mxfp4_decode can give (moe.py says how near)."""
+    if w.shape[-1] % 32 or not w.isfinite().all():
+        raise ValueError(f"MXFP4: expected finite weights in rows of a multiple of 32, got {tuple(w.shape)}, "
+                         + ("some of them NaN or infinity" if w.shape[-1] % 32 == 0 else "which is none"))
+    x, e = mxfp4_parts(w)                                                  # (out, in/32, 32), (out, in/32, 1)
+    code = (CODES[(2 * x.abs()).long()] | x.signbit().to(torch.uint8) << 3).flatten(-2)
+    return code[..., 0::2] | code[..., 1::2] << 4, (e.squeeze(-1) + 127).to(torch.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Headers and config, untrusted
+
+Stored = namedtuple("Stored", "path name dtype shape start size")          # a tensor in a file: where its bytes begin, and how many
+ITEM = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16}
+VISION = ("vision_tower.", "mm_projector.")
+
+
+def safetensors():
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ValueError("released weights need the safetensors library: pip install safetensors") from None
+    return safetensors
+
+
+def open_file(path):
+    """The library's view of a file, of which read_header has already looked at every byte that it trusts."""
+    try:
+        return safetensors().safe_open(path, "pt")
+    except safetensors().SafetensorError as error:
+        raise ValueError(f"{path}: {error}; the file is cut short or spoiled, fetch it again") from None
+
+
+def parse_json(data, where):
+    def no_doubles(pairs):
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            raise ValueError("a name stands twice")
+        return result
+
+    def no_constants(word):
+        raise ValueError(f"{word} is no number")
+    try:
+        result = json.loads(data.decode("utf-8"), object_pairs_hook=no_doubles, parse_constant=no_constants)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON ({str(error)[:100]}); the file is cut short or spoiled, fetch it again") from None
+    if not isinstance(result, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(result).__name__}; the file is spoiled, fetch it again")
+    return result
+
+
+def read_json(path, most=16 << 20):
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path.name} in {path.parent}; expected a folder as K3 is released: config.json and *.safetensors")
+    if path.stat().st_size > most:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, expected at most {most}; it is not what its name says")
+    return parse_json(path.read_bytes(), path)
+
+
+def is_name(text):
+    """Names come back in messages of one line."""
+    return 0 < len(text) <= 300 and text.isprintable()
+
+
+def read_header(path):
+    """A safetensors file → {name: Stored}, checked so that every byte of the file belongs to exactly one tensor. Reads no data."""
+    def rule(holds, what):
+        if not holds:
+            raise ValueError(f"{path}: {what}; the file is cut short or spoiled, fetch it again")
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        rule(8 <= size and 2 <= length <= min(size - 8, 100 << 20), f"its header should have {length} bytes, but the file has {size}")
+        header = parse_json(file.read(length), f"{path}: its header")
+    header.pop("__metadata__", None)
+    whole = lambda x: type(x) is int and 0 <= x < 1 << 63
+    tensors = {}
+    for name, entry in header.items():
+        rule(is_name(name), f"a tensor is called {name[:80]!r}")
+        rule(isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}, f"tensor {name}: expected dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        rule(isinstance(dtype, str) and dtype in ITEM, f"tensor {name}: unknown dtype {str(dtype)[:40]!r}")
+        rule(isinstance(shape, list) and len(shape) <= 8 and all(map(whole, shape)), f"tensor {name}: shape {str(shape)[:80]}")
+        rule(isinstance(offsets, list) and len(offsets) == 2 and all(map(whole, offsets)), f"tensor {name}: data_offsets {str(offsets)[:80]}")
+        taken = math.prod(shape) * ITEM[dtype]
+        rule(offsets[1] - offsets[0] == taken, f"tensor {name}: {dtype} {shape} takes {taken} bytes, data_offsets are {offsets}")
+        tensors[name] = Stored(path, name, dtype, tuple(shape), 8 + length + offsets[0], taken)
+    end = 8 + length
+    for t in sorted(tensors.values(), key=lambda t: (t.start, t.size)):
+        rule(t.start == end, f"tensor {t.name} begins at byte {t.start}, expected {end}: tensors overlap or leave a gap")
+        end += t.size
+    rule(end == size, f"its tensors end at byte {end}, but the file has {size}")
+    return tensors
+
+
+def read_headers(folder):
+    """All safetensors files of a folder → {name: Stored}. An index, if there is one, must agree with the files."""
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    index, where = folder / "model.safetensors.index.json", {}
+    if index.is_file():
+        where = read_json(index, 256 << 20).get("weight_map")
+        if not isinstance(where, dict) or not where or not all(isinstance(file, str) and is_name(name) for name, file in where.items()):
+            raise ValueError(f"{index}: expected a weight_map from tensors to files; fetch it again")
+        for name, file in where.items():
+            if Path(file).name != file or not file.endswith(".safetensors") or "\\" in file or not is_name(file):
+                raise ValueError(f"{index}: {name} is in {file[:80]!r}, expected a .safetensors file of this folder; do not trust it")
+        for file in sorted(set(where.values())):
+            if not (folder / file).is_file():
+                raise FileNotFoundError(f"{folder / file} is missing, though the index names it; fetch it")
+        stray = [p.name for p in files if p.name not in set(where.values())]
+        if stray:
+            raise ValueError(f"{folder / stray[0]} is not in {index.name}; remove the one that does not belong here")
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {folder}; expected a folder as K3 is released (pickled weights are never read)")
+    tensors = {}
+    for path in files:
+        for name, stored in read_header(path).items():
+            if name in tensors:
+                raise ValueError(f"tensor {name} is in {tensors[name].path} and in {path.name}; remove one of the files")
+            if where and where.get(name) != path.name:
+                raise ValueError(f"tensor {name} is in {path}, but the index has it in {where.get(name, 'no file')}; fetch both again")
+            tensors[name] = stored
+    for name in where.keys() - tensors.keys():
+        raise ValueError(f"tensor {name} is missing: the index has it in {where[name]}, which has no such tensor; fetch both again")
+    return tensors
+
+
+def read_config(folder):
+    """config.json → K3Config, text_config, the whole. A field that asks for other arithmetic than ours is an error that names it."""
+    path = folder / "config.json"
+    whole = read_json(path)
+    text = whole.get("text_config", whole)
+
+    def rule(holds, name, value, expected):
+        if not holds:
+            value = "missing" if value is None else repr(value)[:80]
+            raise ValueError(f"{path}: {name} is {value}, expected {expected}; nanoK3 computes K3 and nothing else")
+    rule(isinstance(text, dict), "text_config", text, "an object")
+    kda = text.get("linear_attn_config")
+    rule(isinstance(kda, dict), "linear_attn_config", kda, "an object")
+    kind = {f.name: f.type for f in fields(K3Config)}
+    given = {}
+    for source, names in ((text, SIZES), (kda, KDA_SIZES)):
+        for name, ours in names.items():
+            value = source.get(name)
+            if name == "activation_situ_beta" and value is None:
+                value = 1.0
+            if kind[ours] is int:
+                rule(type(value) is int and 0 <= value < 1 << 24, name, value, "a whole number below 2^24")
+            elif value is not None or name != "activation_situ_linear_beta":
+                rule(type(value) in (int, float) and math.isfinite(value), name, value, "a number")
+            given[ours] = float(value) if kind[ours] is float and value is not None else value
+    given["kda_value_dim"] = given["kda_key_dim"]
+    layers, heads = given["n_layer"], given["n_head"]
+    rule(1 <= layers <= 1000, "num_hidden_layers", layers, "1 to 1000")
+    rule(given["kda_key_dim"] > 0, "linear_attn_config.head_dim", given["kda_key_dim"], "at least 1")
+    rule(-5.9 <= given["g_min"] < 0, "linear_attn_config.gate_lower_bound", given["g_min"], "at least -5.9 and below 0")
+    rule(given["rms_norm_eps"] > 0, "rms_norm_eps", given["rms_norm_eps"], "more than 0")
+    same = {"num_key_value_heads": heads, "linear_attn_config.num_heads": heads}
+    flat = {**text, **{f"linear_attn_config.{name}": value for name, value in kda.items()}}
+    flat["tie_word_embeddings"] = text.get("tie_word_embeddings", False) or whole.get("tie_word_embeddings", False)
+    for name, only in {**MUST, **ONLY, **same}.items():
+        if name in flat or name in MUST or name == "linear_attn_config.num_heads":
+            rule(flat.get(name) == only and type(flat[name]) is type(only), name, flat.get(name), repr(only))
+    for name, value in flat.items():
+        known = name.removeprefix("linear_attn_config.") in KDA_SIZES or name in {*SIZES, *MUST, *ONLY, *same, *INERT}
+        rule(known or value in (None, False, 0, "", [], {}), repr(name[:80])[1:-1], value, "no such field")
+
+    # which layers are MLA: both lists count from 1; one of them is enough
+    full, linear = kda.get("full_attn_layers"), kda.get("kda_layers")
+    for name, numbers in (("full_attn_layers", full), ("kda_layers", linear)):
+        good = numbers is None or isinstance(numbers, list) and all(type(i) is int and 1 <= i <= layers for i in numbers)
+        rule(good and len(set(numbers or ())) == len(numbers or ()), f"linear_attn_config.{name}", numbers, f"distinct layers from 1 to {layers}")
+    rule(full is not None or linear is not None, "linear_attn_config.kda_layers", None, "a list of layers")
+    if full is None:
+        full = sorted(set(range(1, layers + 1)) - set(linear))
+    rule(linear is None or sorted(full + linear) == list(range(1, layers + 1)), "linear_attn_config.kda_layers", linear,
+         "every layer that is not in full_attn_layers")
+    given["full_attn_layers"], given["mla_every"] = tuple(sorted(full)), 4 if full else 0
+
+    # routed experts in MXFP4, as compressed-tensors calls it, or nothing
+    for q in filter(None, (text.get("quantization_config"), whole.get("quantization_config"))):
+        rule(isinstance(q, dict), "quantization_config", q, "an object")
+        groups = q.get("config_groups", {})
+        rule(isinstance(groups, dict) and all(isinstance(group, dict) for group in groups.values()), "config_groups", groups, "an object of objects")
+        asked = [(q, "quant_method", "compressed-tensors"), (q, "format", "mxfp4-pack-quantized")]
+        for group in groups.values():
+            numbers = group.get("weights")
+            rule(isinstance(numbers, dict), "config_groups.weights", numbers, "an object")
+            asked += [(group, "input_activations", None), (numbers, "num_bits", 4), (numbers, "group_size", 32)]
+        for source, name, only in asked:
+            rule(source.get(name) == only, f"quantization_config: {name}", source.get(name), repr(only))
+    try:
+        return K3Config(**given), text, whole
+    except ValueError as error:
+        ours, what = str(error).removeprefix("config: ").split(" ", 1)
+        name = next((name for name in SIZES if SIZES[name] == ours), ours)
+        raise ValueError(f"{path}: {name} {what}") from None
+
+
+def read_folder(folder):
+    """Everything but the weights → K3Config, the dtype of what is W, [(our name, cut, Stored, Stored of its scales or None)]."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}; expected one as K3 is released: config.json and *.safetensors")
+    config, text, whole = read_config(folder)
+    files = read_headers(folder)
+    vision = [name for name in files if name.startswith(VISION)]
+    if vision:
+        print(f"skipped {len(vision)} tensors of the vision tower ({', '.join(VISION)}): nanoK3 is text only", file=sys.stderr)
+    left = {}
+    for name in files.keys() - set(vision):
+        short = name.removeprefix("language_model.")
+        if short in left:
+            raise ValueError(f"{folder}: tensor {short} is there with language_model. before it and without; remove one")
+        left[short] = files[name]
+
+    def check(stored, dtypes, shape):
+        if stored.dtype not in dtypes:
+            raise ValueError(f"{stored.path}: tensor {stored.name} is {stored.dtype}, expected {' or '.join(dtypes)}; convert it first")
+        if stored.shape != shape:
+            raise ValueError(f"{stored.path}: tensor {stored.name} has shape {list(stored.shape)}, expected {list(shape)} by config.json; one of the "
+                             "two is wrong")
+    found, missing, general = [], [], None                                 # general: the dtype of all that is W
+    for name, ours, shape, dtype, cut in table(config):
+        packed, scale = name + "_packed", None
+        if cut[0].isdigit() and packed in left:
+            stored, scale = left.pop(packed), left.pop(name + "_scale", None)
+            if shape[1] % 32:
+                raise ValueError(f"{stored.path}: tensor {packed} is MXFP4, whose rows are a multiple of 32 long, but config.json says {shape[1]}")
+            check(stored, ("U8",), (shape[0], shape[1] // 2))
+            if scale:
+                check(scale, ("U8",), (shape[0], shape[1] // 32))
+            else:
+                missing.append(name + "_scale")
+        else:
+            stored = left.pop(name, None)
+            if stored and cut == "tail" and len(stored.shape) == 1 and stored.shape[0] > shape[0]:
+                check_tail(stored, shape[0])
+                shape = stored.shape
+            if stored:
+                check(stored, ("F32",) if dtype == F32 else (general,) if general else ("BF16", "F32"), shape)
+                general = general or (stored.dtype if dtype == W else None)
+            else:
+                missing.append(name)
+        if len(missing) > 3:                                               # of a config that promises too much there is no end
+            break
+        found.append((ours, cut, stored, scale))
+    if missing:
+        names = ", ".join(missing[:3]) + (" and more" if len(missing) > 3 else "")
+        raise ValueError(f"{folder}: tensor {names} missing; expected by config.json. Fetch the files again" +
+                         (f" (there are others that nothing asks for: {min(left)})" if left else ""))
+    if left:
+        names = ", ".join(sorted(left)[:3]) + (" and more" if len(left) > 3 else "")
+        raise ValueError(f"{folder}: tensor {names} belongs to no parameter by config.json; one of the two is wrong")
+    return config, TORCH[general], found
+
+
+def check_tail(stored, used):
+    with open_file(stored.path) as file:
+        if (file.get_tensor(stored.name)[used:] != 0).any():
+            raise ValueError(f"{stored.path}: tensor {stored.name} is {stored.shape[0]} long for {used} heads, and its tail is not zero; the file "
+                             "is not what config.json says")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In
+
+@torch.no_grad()
+def load(folder, dtype=None, device="cpu", **training):
+    """
+    A folder in the released layout → K3 in eval mode. dtype: torch.float32 or torch.bfloat16, None for the file's own; what is F32 in
+    TENSORS stays fp32. training: fields of K3Config that a released config does not have (qat, router_bias_ema).
+    """
+    folder = Path(folder)
+    config, stored_dtype, found = read_folder(folder)
+    dtype = dtype or stored_dtype
+    if dtype not in TORCH.values():
+        raise ValueError(f"dtype = {dtype}: expected torch.float32 or torch.bfloat16")
+    config = replace(config, **training)
+    enc = tokenizer.from_file(folder / "tiktoken.model") if (folder / "tiktoken.model").is_file() else None
+    if enc and enc.n_vocab > config.vocab_size:
+        raise ValueError(f"{folder}: the tokenizer has {enc.n_vocab} tokens, config.json a vocab_size of {config.vocab_size}; one of the two is "
+                         "wrong")
+    with torch.device("meta"):
+        model = K3(config)
+    model.to(dtype).to_empty(device=device)                                # the first memory that is spent
+    for name, buffer in model.named_buffers():
+        buffer.fill_(-torch.inf if name.endswith("max_logit") else 0)
+    ours = dict(model.named_parameters()) | {name: x for name, x in model.named_buffers() if name.endswith("router_bias")}
+    assert ours.keys() == {name for name, *_ in found}, "TENSORS and the model's parameters differ"
+
+    # Views into a file make its pages ours until the file is closed; so it is closed after every sixteenth of the whole, 64 MB at most
+    opened, seen, at_once = {}, 0, min(64 << 20, max(4 << 20, sum(stored.size for _, _, stored, _ in found) // 16))
+
+    def rows_of(stored, first, last):
+        if stored.path not in opened:
+            opened[stored.path] = open_file(stored.path)
+        return opened[stored.path].get_tensor(stored.name)[first:last]
+    try:
+        for name, cut, stored, scale in sorted(found, key=lambda row: (row[2].path, row[2].start)):              # as the files lie on the disk
+            target = cut_out(ours[name], cut)
+            step = max(1, (at_once if not scale else 256 << 10) * stored.shape[0] // stored.size)                # rows; decoding takes more room
+            for first in range(0, len(target), step):
+                last = min(first + step, len(target))
+                rows = rows_of(stored, first, last)
+                seen += rows.nbytes
+                target[first:last] = mxfp4_decode(rows, rows_of(scale, first, last), dtype) if scale else rows
+                del rows
+                if seen >= at_once:
+                    opened.clear()
+                    seen = 0
+    except (ValueError, safetensors().SafetensorError) as error:
+        raise ValueError(f"{stored.path}: tensor {stored.name}: {error}") from None
+    model.tokenizer = enc
+    return model.eval()
+
+
+def end_ids(folder):
+    """The ids that end a text, by generation_config.json or config.json of a released folder: a set, empty if they say nothing."""
+    for file in ("generation_config.json", "config.json"):
+        if (Path(folder) / file).is_file():
+            whole = read_json(Path(folder) / file)
+            text = whole.get("text_config")
+            ids = whole.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+            ids = ids if isinstance(ids, list) else [ids]
+            if all(type(i) is int for i in ids):
+                return set(ids)
+    return set()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Out
+
+def released_config(config, dtype, experts, special):
+    """K3Config → the content of config.json. special: bos_token_id and so on, {} if there is no tokenizer."""
+    if config.attn_res != "block" or config.kda_key_dim != config.kda_value_dim:
+        raise ValueError("a released config has no words for attn_res = 'full' or for kda_key_dim other than kda_value_dim; such a model stays here")
+    mla = [i + 1 for i in range(config.n_layer) if config.is_mla(i)]
+    text = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": str(dtype)[6:], **special,
+            **{name: getattr(config, ours) for name, ours in SIZES.items()}, "num_key_value_heads": config.n_head, **MUST, **ONLY,
+            "use_grouped_topk": True, "max_position_embeddings": 1 << 20, "use_cache": True}
+    text["linear_attn_config"] = {
+        **{name: getattr(config, ours) for name, ours in KDA_SIZES.items()}, "num_heads": config.n_head,
+        "use_full_rank_gate": text.pop("linear_attn_config.use_full_rank_gate"),
+        "full_attn_layers": mla, "kda_layers": [i for i in range(1, config.n_layer + 1) if i not in mla]}
+    if experts == "mxfp4":
+        numbers = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
+                   "scale_dtype": "torch.uint8"}
+        text["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": {"format": "mxfp4-pack-quantized", "targets": ["Linear"], "weights": numbers, "input_activations": None,
+                                          "output_activations": None}},
+            "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*",
+                       "re:.*vision_tower.*", "re:.*mm_projector.*"]}
     return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": str(dtype)[6:], **special,
             "tie_word_embeddings": False, "text_config": text}
 
@@ -603,10 +1113,11 @@ def describe(folder):
     tails = kda * config.n_head * (2 * config.kda_key_dim + config.kda_value_dim) * (config.conv_size - 1) * 4
     latent = mla * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
     on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    print(f"architecture    {config.n_layer} layers, {kda} KDA and {mla} MLA; {dense} dense, {config.n_layer - dense} LatentMoE of {config.num_experts} experts, "
-          f"{config.num_experts_per_token} for a token, {config.num_shared_experts} shared; {config.attn_res_block_size} layers a block of AttnRes")
-    print(f"                width {config.n_embd}, {config.n_head} heads, KDA state {config.kda_key_dim}×{config.kda_value_dim}, latents of MLA {config.kv_lora_rank} + "
-          f"{config.qk_rope_head_dim}, of the experts {config.routed_expert_hidden_size}; vocabulary {config.vocab_size:,}")
+    c = config
+    print(f"architecture    {c.n_layer} layers, {kda} KDA and {mla} MLA; {dense} dense, {c.n_layer - dense} LatentMoE of {c.num_experts} experts, "
+          f"{c.num_experts_per_token} for a token, {c.num_shared_experts} shared; {c.attn_res_block_size} layers a block of AttnRes")
+    print(f"                width {c.n_embd}, {c.n_head} heads, KDA state {c.kda_key_dim}×{c.kda_value_dim}, latents of MLA {c.kv_lora_rank} + "
+          f"{c.qk_rope_head_dim}, of the experts {c.routed_expert_hidden_size}; vocabulary {c.vocab_size:,}")
     print(f"parameters      {model.num_params():,} in all, {model.num_active_params():,} active for a token")
     print(f"weights         {amount(bf16)} in bf16, {amount(bf16 - 2 * routed + routed * 17 // 32)} with routed experts in MXFP4; "
           + (f"{amount(on_disk)} in the files here" if here else "there are none here, this is from config.json"))

@@ -48,7 +48,10 @@ def build(name, pattern, ranks, special, size=0):
     if len(used) < len(ranks) + len(special) or min(used) < 0 or max(used) >= 1 << 20:
         raise ValueError(f"tokenizer {name}: its ids must be distinct and between 0 and {(1 << 20) - 1}; the file is spoiled or cut short")
     reserved = {f"<|reserved_token_{i}|>": i for i in range(max(max(used), size - 1) + 1) if i not in used}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={**special, **reserved})
+    try:
+        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={**special, **reserved})
+    except ValueError as error:
+        raise ValueError(f"tokenizer {name}: its pattern is {pattern[:80]!r} ({str(error).splitlines()[0][:100]}); the file is spoiled") from None
 
 
 def train_bpe(texts, vocab_size):
@@ -101,41 +104,36 @@ def from_file(path):
 
 
 def released(path, ranks):
-    """K3's tiktoken.model. Special tokens are those that tokenizer_config.json beside it names, at the ids it gives; then, from K3_SPECIAL,
-    those that are left. In a folder of released weights the vocabulary is config.json's, and the ids that this gives must be in it."""
-    first, given, size, pattern = max(ranks.values(), default=-1) + 1, {}, 0, None
-    beside = {}
-    for file in ("tokenizer_config.json", "config.json"):
-        if (path.parent / file).is_file():
-            try:
-                if (path.parent / file).stat().st_size > 16 << 20:
-                    raise ValueError
-                beside[file] = json.loads((path.parent / file).read_text(encoding="utf-8"))
-                text = beside[file].get("text_config")
-                beside[file].update(text if isinstance(text, dict) else {})
-            except (ValueError, AttributeError, RecursionError):
-                raise ValueError(f"{path.parent / file} is no JSON object; the file is cut short or spoiled, fetch it again") from None
-    if "tokenizer_config.json" in beside:
-        pattern = beside["tokenizer_config.json"].get("pat_str")           # ours (write_model); K3's has none
-        decoder = beside["tokenizer_config.json"].get("added_tokens_decoder", {})
+    """
+    K3's tiktoken.model. Special tokens are those that tokenizer_config.json beside it names, at the ids it gives; then those of K3_SPECIAL
+    whose name and id are free. The vocabulary is that of config.json beside it, without one the ranks and 256 more, and its gaps are filled.
+    """
+    first, beside = max(ranks.values(), default=-1) + 1, {}
+    for file in (path.with_name("tokenizer_config.json"), path.with_name("config.json")):
         try:
-            given = {token["content"]: int(i) for i, token in decoder.items()}
-            if len(given) < len(decoder) or not all(isinstance(name, str) and name for name in given):
-                raise ValueError
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError(f"{path.parent / 'tokenizer_config.json'}: expected added_tokens_decoder from ids to distinct contents; fetch it again") from None
+            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and file.stat().st_size < 16 << 20 else {}
+            beside[file.name] = content | (content["text_config"] if isinstance(content.get("text_config"), dict) else {})
+        except (ValueError, AttributeError, RecursionError):
+            raise ValueError(f"{file} is no JSON object; the file is cut short or spoiled, fetch it again") from None
+    config, settings, where = beside["config.json"], beside["tokenizer_config.json"], path.with_name("tokenizer_config.json")
+    try:
+        given = {token["content"]: int(i) for i, token in settings.get("added_tokens_decoder", {}).items()}
+        if len(given) < len(settings.get("added_tokens_decoder", {})) or not all(isinstance(name, str) and name for name in given):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{where}: expected added_tokens_decoder from ids to distinct contents; fetch it again") from None
+    pattern = settings.get("pat_str")                   # written by write_model, with all special tokens; K3's file has none
     if pattern is not None:
         if not isinstance(pattern, str):
-            raise ValueError(f"{path.parent / 'tokenizer_config.json'}: pat_str is {str(pattern)[:80]}, expected a pattern; write it anew")
+            raise ValueError(f"{where}: pat_str is {str(pattern)[:80]}, expected a pattern; write it anew")
         return build("released", pattern, ranks, given)
-    vocab = beside.get("config.json", {}).get("vocab_size")
+    vocab = config.get("vocab_size")
     vocab = vocab if type(vocab) is int and first <= vocab <= 1 << 20 else first + 256
-    others = {name: first + i for name, i in K3_SPECIAL.items() if name not in given and first + i not in given.values() and first + i < vocab}
+    free = {name: first + i for name, i in K3_SPECIAL.items() if name not in given and first + i not in given.values() and first + i < vocab}
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        i = beside.get("config.json", {}).get(name)
-        if type(i) is int and not 0 <= i < vocab:
-            raise ValueError(f"{path.parent / 'config.json'}: {name} = {i}, expected an id below {vocab}; fetch it and {path.name} again")
-    return build("k3", K3_PATTERN, ranks, {**given, **others}, vocab)
+        if type(config.get(name)) is int and not 0 <= config[name] < vocab:
+            raise ValueError(f"{path.with_name('config.json')}: {name} = {config[name]}, expected an id below {vocab}; fetch the files again")
+    return build("k3", K3_PATTERN, ranks, {**given, **free}, vocab)
 
 
 def special_ids(enc):
