@@ -14,6 +14,7 @@ What a tensor is called there and here is in TENSORS, what a size is called is i
 once and each parameter is filled once, or an error names it. Files are not trusted: nothing is unpickled, and names, shapes, types and
 offsets are checked in the headers before any memory is spent on weights. Then tensors stream in, a few MB at a time.
 """
+import functools
 import json
 import math
 import os
@@ -39,7 +40,8 @@ from moe import LatentMoE, mxfp4_parts
 #
 #     whole       the same on both sides
 #     row         one row there, (1, d), a vector here
-#     tail        there it may be longer than here, with zeros at the end (K3: 128 for 96 heads); written without them
+#     tail        there it may be longer than here, with zeros at the end (K3: 128 for 96 heads). Written without them: engines cut them
+#                 off, and the modeling code for transformers has no place for them
 #     E           one tensor an expert there, here stacked: E is the place in the first axis. These may also be MXFP4, and then
 #                 `.weight` is `.weight_packed` uint8 (out, in/2), low nibble first, and `.weight_scale` uint8 (out, in/32)
 
@@ -162,16 +164,22 @@ PAIRS = torch.stack([GRID.repeat(16), GRID.repeat_interleave(16)], dim=1)  # (25
 CODES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)                  # of 2|x|
 
 
+@functools.cache
+def mxfp4_words(dtype):
+    """Every byte with every scale, its two numbers as one word: (65536), at 256 · scale + byte. Exact in fp32 and in bf16."""
+    numbers = PAIRS * torch.exp2(torch.arange(256.0) - 127).view(256, 1, 1)                          # (256, 256, 2)
+    return numbers.to(dtype).view({torch.float32: torch.int64, torch.bfloat16: torch.int32}[dtype]).flatten()
+
+
 def mxfp4_decode(packed, scale, dtype=torch.float32):
-    """packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, both exact: each number · 2^(scale − 127)."""
+    """packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, exact: each number · 2^(scale − 127)."""
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or packed.shape != (*scale.shape[:-1], 16 * scale.shape[-1]):
         raise ValueError(f"MXFP4: expected uint8 (…, in/2) and (…, in/32), got {packed.dtype} {tuple(packed.shape)} and {scale.dtype} "
                          f"{tuple(scale.shape)}")
     if (scale == 255).any():
         raise ValueError("MXFP4: a scale is 255, which stands for no number; the file is spoiled")
-    pairs = PAIRS.to(dtype).view(torch.int32 if dtype == torch.bfloat16 else torch.int64).flatten()          # two numbers as one word
-    x = pairs.index_select(0, packed.flatten().int()).view(dtype).view(*scale.shape, 32)
-    return x.mul_(torch.exp2(scale.float() - 127).to(dtype).unsqueeze(-1)).flatten(-2)
+    at = packed.int().unflatten(-1, (-1, 16)).add_(scale.int().unsqueeze(-1) << 8)                   # (out, in/32, 16)
+    return mxfp4_words(dtype).index_select(0, at.flatten()).view(dtype).view(*packed.shape[:-1], -1)
 
 
 def mxfp4_encode(w):
@@ -648,7 +656,7 @@ def main(arguments):
         options.update({name: value} if argument.startswith("--") else {})
     if len(paths) != 2 or options["dtype"] not in ("float32", "bfloat16") or options["experts"] not in ("", "plain", "mxfp4"):
         raise ValueError("expected: python weights.py RUN FOLDER [--dtype=float32|bfloat16] [--experts=plain|mxfp4]")
-    from sample import load_model
+    from sample import load_model              # the command alone stands above sample.py
     model, enc = load_model(paths[0], "cpu")
     save(model, paths[1], getattr(torch, options["dtype"]), options["experts"] or None, enc)
     print(f"wrote {paths[1]}: {', '.join(sorted(path.name for path in Path(paths[1]).iterdir() if path.is_file()))}")
