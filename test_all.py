@@ -1594,6 +1594,7 @@ KDA_TEXT = TEXT["linear_attn_config"]
 
 @pytest.mark.parametrize("change, word", [
     (dict(mla_use_nope=False), "mla_use_nope"), (dict(rope_scaling=dict(type="yarn", factor=4)), "rope_scaling"), (dict(hidden_act="silu"), "hidden_act"),
+    (dict(mla_use_nope=None), "mla_use_nope is missing"), (dict(hidden_act=None), "hidden_act is missing"), (dict(rms_norm_eps=0.0), "rms_norm_eps"),
     (dict(num_expert_group=2), "num_expert_group"), (dict(topk_group=2), "topk_group"), (dict(moe_router_activation_func="softmax"), "moe_router_activation_func"),
     (dict(moe_renormalize=False), "moe_renormalize"), (dict(moe_layer_freq=2), "moe_layer_freq"), (dict(tie_word_embeddings=True), "tie_word_embeddings"),
     (dict(mla_use_output_gate=False), "mla_use_output_gate"), (dict(latent_moe_use_norm=False), "latent_moe_use_norm"), (dict(sliding_window=4096), "sliding_window"),
@@ -1618,15 +1619,16 @@ def test_configs_that_are_not_ours(change, word, tmp_path):
 
 
 def test_configs_that_are_ours(tmp_path):
-    """One of the layer lists is enough; a missing β₁ is 1, a missing β₂ no limit; and what transformers adds of its own changes nothing."""
+    """One of the layer lists is enough; a missing β₁ or scaling is 1, a missing β₂ no limit; and what transformers adds of its own changes nothing."""
     write_released(tmp_path, released_tensors())
     for drop in ("kda_layers", "full_attn_layers"):
         text = TEXT | dict(linear_attn_config={k: v for k, v in KDA_TEXT.items() if k != drop}, rope_parameters=dict(rope_theta=1e4, rope_type="default"),
                            id2label={"0": "LABEL_0"}, pruned_heads={}, chunk_size_feed_forward=0, return_dict=True, torch_dtype="bfloat16")
-        text.pop("activation_situ_beta"), text.pop("activation_situ_linear_beta")
+        for name in ("activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor", "latent_moe_use_norm", "topk_group", "num_key_value_heads"):
+            text.pop(name)
         (tmp_path / "config.json").write_text(json.dumps(dict(text_config=text, vision_config=dict(depth=3), media_placeholder_token_id=5)))
         config = K3.from_pretrained(tmp_path).config
-        assert config.full_attn_layers == (4, 5) and config.situ_beta == 1 and config.situ_linear_beta is None and config.g_min == -4.5
+        assert config.full_attn_layers == (4, 5) and config.situ_beta == 1 and config.situ_linear_beta is None and config.g_min == -4.5 and config.routed_scaling_factor == 1
 
 
 def test_every_tensor_is_used_once(tmp_path):

@@ -103,7 +103,7 @@ TENSORS = {
         ("block_sparse_moe.experts.E.w2.weight",                  "mlp.w2",                      "l m",           W,     "E")],
 }
 
-# config.json's text_config ↔ K3Config. A missing β₁ means 1, a missing β₂ no limit; any other of these must be there.
+# config.json's text_config ↔ K3Config. A missing β₁ or scaling factor means 1, a missing β₂ no limit; any other of these must be there.
 SIZES = {
     "vocab_size": "vocab_size", "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
     "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_nope_head_dim",
@@ -115,15 +115,17 @@ SIZES = {
     "rms_norm_eps": "rms_norm_eps",
 }
 KDA_SIZES = {"head_dim": "kda_key_dim", "short_conv_kernel_size": "conv_size", "gate_lower_bound": "g_min"}       # in linear_attn_config
-# Fields of which one value is what this code computes. Those of the first row must be there: left out, they mean something else.
-MUST = {"hidden_act": "situ", "mla_use_nope": True, "mla_use_output_gate": True, "latent_moe_use_norm": True,
-        "linear_attn_config.use_full_rank_gate": True}
-ONLY = {"moe_router_activation_func": "sigmoid", "moe_renormalize": True, "moe_layer_freq": 1, "num_expert_group": 1, "topk_group": 1,
-        "topk_method": "noaux_tc", "tie_word_embeddings": False, "num_nextn_predict_layers": 0, "rope_scaling": None}
+# Fields of which one value is what this code computes. The first two must be there, as leaving them out means something else; of the others
+# the tensors would tell, or leaving them out means the same.
+MUST = {"hidden_act": "situ", "mla_use_nope": True}
+ONLY = {"mla_use_output_gate": True, "latent_moe_use_norm": True, "linear_attn_config.use_full_rank_gate": True, "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid", "moe_renormalize": True, "num_expert_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+        "tie_word_embeddings": False, "num_nextn_predict_layers": 0, "rope_scaling": None}
 # Fields that are read elsewhere or change nothing: who wrote it, how to sample, and rope_theta, which without rotation turns nothing.
 INERT = set("""_name_or_path architectures auto_map model_type transformers_version dtype torch_dtype bos_token_id eos_token_id pad_token_id
     initializer_range max_position_embeddings model_max_length use_cache return_dict id2label label2id rope_theta rope_parameters head_dim
     use_grouped_topk linear_attn_config linear_attn_config.full_attn_layers linear_attn_config.kda_layers quantization_config
+    is_decoder ep_size pretraining_tp aux_loss_alpha seq_aux
     temperature top_k top_p typical_p num_beams num_beam_groups num_return_sequences max_length length_penalty repetition_penalty""".split())
 
 
@@ -329,7 +331,7 @@ def read_config(folder):
     for source, names in ((text, SIZES), (kda, KDA_SIZES)):
         for name, ours in names.items():
             value = source.get(name)
-            if name == "activation_situ_beta" and value is None:
+            if value is None and name in ("activation_situ_beta", "routed_scaling_factor"):
                 value = 1.0
             if kind[ours] is int:
                 rule(type(value) is int and 0 <= value < 1 << 24, name, value, "a whole number below 2^24")
@@ -636,9 +638,9 @@ def describe(folder):
     print(f"parameters      {model.num_params():,} in all, {model.num_active_params():,} active for a token")
     print(f"weights         {amount(bf16)} in bf16, {amount(bf16 - 2 * routed + routed * 17 // 32)} with routed experts in MXFP4; "
           + (f"{amount(on_disk)} in the files here" if here else "there are none here, this is from config.json"))
-    print("for a sequence of   " + "".join(f"{tokens:>16,}" for tokens in (8192, 131072, 1048576)) + " tokens")
-    print("KDA state, fp32     " + f"{amount(state):>16}" * 3 + f"   and {amount(tails)} of conv tails, whatever the length")
-    print("MLA latents, bf16   " + "".join(f"{amount(tokens * latent):>16}" for tokens in (8192, 131072, 1048576)))
+    print("for a sequence of   " + "".join(f"{text:>20}" for text in ("8k (8,192)", "128k (131,072)", "1M (1,048,576)")) + " tokens")
+    print("KDA state, fp32     " + f"{amount(state):>20}" * 3 + f"   and {amount(tails)} of conv tails, whatever the length")
+    print("MLA latents, bf16   " + "".join(f"{amount(tokens * latent):>20}" for tokens in (8192, 131072, 1048576)))
 
 
 def amount(size):
