@@ -161,8 +161,8 @@ def mxfp4_parts(w):
     """
     blocks = w.detach().float().unflatten(-1, (-1, 32))
     m, e = torch.frexp(blocks.abs().amax(-1, keepdim=True))                # largest = m · 2^e, 0.5 ≤ m < 1, and 6 = 0.75 · 2^3
-    e = (e - 3 + (m > 0.75)).clamp(-127, 125)                              # 6 · 2^126 would pass fp32
-    x = torch.ldexp(blocks, -e).clamp(-6, 6)
+    e = (e - 3 + (m > 0.75)).clamp(-127, 125)                              # what a scale can say; 6 · 2^126 would pass fp32
+    x = torch.ldexp(blocks, -e)
     step = 0.5 * (1 + (x.abs() >= 2) + 2 * (x.abs() >= 4))                 # the grid's: 0.5, from 2 on 1, from 4 on 2
     return (x / step).round() * step, e
 

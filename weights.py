@@ -186,10 +186,11 @@ def mxfp4_decode(packed, scale, dtype=torch.float32):
 
 def mxfp4_encode(w):
     """w (out, in), in a multiple of 32 → packed, scale: the nearest that mxfp4_decode can give (moe.py says how near)."""
-    if w.shape[-1] % 32 or not w.isfinite().all():
-        raise ValueError(f"MXFP4: expected finite weights in rows of a multiple of 32, got {tuple(w.shape)}, "
-                         + ("some of them NaN or infinity" if w.shape[-1] % 32 == 0 else "which is none"))
+    if w.shape[-1] % 32:
+        raise ValueError(f"MXFP4: expected rows of a multiple of 32, got {tuple(w.shape)}")
     x, e = mxfp4_parts(w)                                                  # (out, in/32, 32), (out, in/32, 1)
+    if not (x.abs() <= 6).all():
+        raise ValueError("MXFP4: expected finite weights of at most 6 · 2^125; the model is spoiled")
     code = (CODES[(2 * x.abs()).long()] | x.signbit().to(torch.uint8) << 3).flatten(-2)
     return code[..., 0::2] | code[..., 1::2] << 4, (e.squeeze(-1) + 127).to(torch.uint8)
 
@@ -588,7 +589,10 @@ def save(model, folder, dtype=None, experts=None, enc=None, shard_bytes=5 * 10**
                 x = cut_out(ours[our_name].detach(), cut)
                 name = "language_model." + name
                 if is_packed(cut):
-                    tensors[name + "_packed"], tensors[name + "_scale"] = mxfp4_encode(x.cpu())
+                    try:
+                        tensors[name + "_packed"], tensors[name + "_scale"] = mxfp4_encode(x.cpu())
+                    except ValueError as error:
+                        raise ValueError(f"{our_name}: {error}") from None
                 else:
                     tensors[name] = x.to("cpu", torch.float32 if kept == F32 else dtype).contiguous()
             safetensors().torch.save_file(tensors, temporary / file, metadata={"format": "pt"})
