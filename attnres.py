@@ -11,11 +11,16 @@ vector per token (x_1 is the token embedding), a learned pseudo-query w and an R
 
 w starts at zero, so every mixture starts as a plain mean. "Full" AttnRes is the same with one block per layer part.
 
-This file is the bottom of the house: fp32 and RMSNorm (used by the other files), the mixture, and the stream of blocks.
+This file is the bottom of the house: fp32, RMSNorm and the import of the kernels (used by the other files), the mixture, the stream of blocks.
 """
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+try:
+    import kernels                                                         # Triton's, where it is installed; used on GPUs
+except ImportError:
+    kernels = None
 
 
 def fp32(x):
@@ -123,7 +128,8 @@ class Mix(nn.Module):
 
     def forward(self, sources):
         with torch.autocast(self.w.device.type, enabled=False):
-            return _Mix.apply(self.w * self.norm.weight, self.norm.eps, *sources)
+            mix = kernels.mix if kernels and self.w.is_cuda and not torch.compiler.is_compiling() else _Mix.apply
+            return mix(self.w * self.norm.weight, self.norm.eps, *sources)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

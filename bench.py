@@ -2,7 +2,7 @@
 What it costs, measured here. Ratios are of medians, with both sides run in turn in one process, so that a noisy machine falls on both.
 
     python bench.py              everything below
-    python bench.py kda          kda_chunk against kda_recurrent, forward + backward
+    python bench.py kda          kda_chunk against kda_recurrent, forward + backward; on a GPU the Triton kernels beside other forms
     python bench.py moe          the grouped experts against a loop over experts
     python bench.py step         a training step of the quickstart model against a plain GPT of as many active parameters
     python bench.py decode       prefill and decode speed against context length
@@ -37,6 +37,8 @@ def in_turn(runs, *functions):
 # ----------------------------------------------------------------------------------------------------------------------
 
 def bench_kda():
+    if torch.cuda.is_available():
+        return bench_kda_gpu()
     print("kda_chunk against kda_recurrent, forward + backward, fp32; errors are of the largest value, against fp64")
     for (B, T, H, K), aim, runs in (((4, 256, 4, 64), 15, 5), ((1, 2048, 4, 64), 50, 3)):
         torch.manual_seed(0)
@@ -52,6 +54,62 @@ def bench_kda():
         errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(run(kda.kda_chunk), run(kda.kda_recurrent, [x.double() for x in inputs]))]
         print(f"  B={B} T={T} H={H} K=V={K}: {slow / fast:.1f} times as fast (aim {aim}); error forward {errors[0]:.1e} (aim 1e-5), "
               f"gradients {max(errors[1:]):.1e} (aim 1e-4)")
+
+
+def bench_kda_gpu(K=128):
+    """The Triton kernels beside kda_chunk, flash-linear-attention where it is installed, and the time to read and write q, k, v, g and o once."""
+    import kernels
+    try:
+        from fla.ops.kda import chunk_kda
+    except ImportError:
+        chunk_kda = None
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {kernels.triton.__version__}; B=1, K=V={K}, bf16, ms: forward / forward + backward")
+    for H in (64, 16):
+        for T in (512, 2048, 4096, 8192, 16384, 65536):
+            torch.manual_seed(0)
+            q, k, v, weight = (torch.randn(1, T, H, K, device="cuda") for _ in range(4))
+            inputs = [F.normalize(q, dim=-1).bfloat16(), F.normalize(k, dim=-1).bfloat16(), v.bfloat16(),
+                      -5 * torch.sigmoid(2 * torch.randn(1, T, H, K, device="cuda") - 2), torch.rand(1, T, H, device="cuda")]
+            weight = weight.bfloat16()
+            sides = dict(triton=lambda *x: kernels.kda(*x, look_at_g=False)[0])
+            if T <= 8192:                                                  # beyond that it does not fit
+                sides["kda_chunk"] = lambda *x: kda.kda_chunk(*x)[0]
+            if chunk_kda:
+                sides["fla"] = lambda q, k, v, g, beta: chunk_kda(q=q, k=k, v=v, g=g, beta=beta, safe_gate=True)[0]
+            line = f"  H={H:2d} T={T:6,}"
+            for name, f in sides.items():
+                leaves = [x.detach().requires_grad_() for x in inputs]
+
+                def forward(f=f):
+                    with torch.no_grad():
+                        f(*inputs)
+                both = lambda f=f, leaves=leaves: torch.autograd.grad(f(*leaves), leaves, weight)
+                line += f" | {name} {gpu_ms(forward):.3f} / {gpu_ms(both):.3f}"
+            line += f" | bytes alone {T * H * K * (4 * 2 + 4) / 4.3e9:.3f}"
+            if T == 512:
+                truth = kda.kda_recurrent(*(x.double() for x in inputs))[0]
+                line += f" | error {((sides['triton'](*inputs) - truth).norm() / truth.norm()).item():.1e} (aim 1e-2)"
+            print(line, flush=True)
+    B, H = 64, 16                                                          # decode: the state is read and written once
+    q, k, v = (torch.randn(B, 1, H, K, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    g, beta, state = -torch.rand(B, 1, H, K, device="cuda"), torch.rand(B, 1, H, device="cuda"), torch.randn(B, H, K, K, device="cuda")
+    ms, copy = gpu_ms(lambda: kernels.kda_decode(q, k, v, g, beta, state)), gpu_ms(lambda: state.mul_(1))
+    print(f"  decode, B={B}, H={H}: {ms:.4f} ms a token, {ms / copy:.2f} times as long as going over the state once (aim 1.3)")
+
+
+def gpu_ms(f, runs=20):
+    """Median ms of f on the GPU, after warming up (and tuning)."""
+    for _ in range(3):
+        f()
+    times = []
+    for _ in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        f()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
 
 
 def bench_moe():

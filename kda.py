@@ -19,11 +19,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, fp32
+from attnres import RMSNorm, fp32, kernels
 
 LOG2E = math.log2(math.e)
 TILE = 16            # rows that share one exponent anchor: with g ≥ −5.9 a tile spans at most e^(15·5.9) < 2^128 …
-SHIFT = 2.0 ** 64    # … split evenly: row factors are multiplied by this and column factors divided, so that neither leaves fp32
+SHIFT = 24           # row factors are multiplied by 2^SHIFT and column factors divided by it, so that both stay clear of fp32's ends
 
 
 def kda_recurrent(q, k, v, g, beta, state=None):
@@ -110,10 +110,20 @@ def unit_lower_inverse(L):
     return inverse
 
 
-def _causal(C, dtype, device):
-    """For one tile of stacked rows against its own 16 columns: q sees j ≤ i, k sees j < i. (32, 16) of 0 and 1."""
-    i = torch.arange(TILE, device=device)
-    return torch.cat([i[:, None] >= i, i[:, None] > i]).to(dtype)
+def _flush(x):
+    """In place: what has decayed below 2^-80 becomes zero in fp32, where no sum sees it; as subnormal numbers it would cost some CPUs ten times the time."""
+    return torch.ops.aten.hardshrink.out(x, 2.0 ** -80, out=x) if x.dtype == torch.float32 else x
+
+
+def _mm(a, b, out=None, alpha=1):
+    """alpha · a b, (N, M, ·, ·) each; added to `out` if there is one. One pass over the result where a product and a sum would be three."""
+    batch, shape = a.shape[:2], (a.shape[-2], b.shape[-1])
+    a, b = a.flatten(0, 1), b.flatten(0, 1)
+    if out is None:
+        out = torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=alpha) if alpha != 1 else torch.bmm(a, b)
+        return out.view(*batch, *shape)
+    out.flatten(0, 1).baddbmm_(a, b, alpha=alpha)
+    return out
 
 
 class _Chunk(torch.autograd.Function):
@@ -125,32 +135,34 @@ class _Chunk(torch.autograd.Function):
         q, k, v, g, beta = (_to_chunks(x, C) for x in (q, k, v, g, beta.unsqueeze(-1)))                  # (N, M, C, ·)
         beta = beta.clamp(min=1e-30)                                                                     # backward divides by it
         N, M = q.shape[:2]
-        ones = torch.ones(C, C, dtype=q.dtype, device=q.device).tril()
+        i = torch.arange(C, device=q.device)
+        before, at_or_before = ((i[:, None] >= i + lag).to(q.dtype) for lag in (1, 0))                   # (C, C), j < i and j ≤ i
         tile = (N, M, n, TILE)
 
-        # decays, all from the running sum G and the anchors a
-        G = ones @ (g * LOG2E)                                                                           # (N, M, C, K)
+        # decays, all from the running sum G, in base 2, and the anchors a
+        G = (at_or_before * LOG2E) @ g                                                                   # (N, M, C, K)
         a = G[:, :, ::TILE]                                                                              # (N, M, n, K)
-        row = (G.view(*tile, K) - a.unsqueeze(3)).exp2_().mul_(SHIFT)                                    # within a tile, (N, M, n, 16, K)
-        start = a.exp2().div_(SHIFT).unsqueeze(3)                                                        # chunk start → anchor, (N, M, n, 1, K)
+        row = (G.view(*tile, K) - (a - SHIFT).unsqueeze(3)).exp2_()                                      # within a tile, (N, M, n, 16, K)
+        start = _flush((a - SHIFT).exp2_()).unsqueeze(3)                                                 # chunk start → anchor, (N, M, n, 1, K)
         step = (a[:, :, 1:] - a[:, :, :-1]).exp2_().unsqueeze(3)                                         # anchor → next, (N, M, n-1, 1, K)
-        end = (G[:, :, -1:] - a[:, :, -1:]).exp2_().mul_(SHIFT)                                          # last anchor → chunk end, (N, M, 1, K)
-        total = G[:, :, -1].exp2().unsqueeze(-1)                                                         # (N, M, K, 1)
+        end = (G[:, :, -1:] - a[:, :, -1:] + SHIFT).exp2_()                                              # last anchor → chunk end, (N, M, 1, K)
+        total = _flush(G[:, :, -1].exp2()).unsqueeze(-1)                                                 # (N, M, K, 1)
 
-        # stacked rows and A, tile by tile
+        # stacked rows and A, tile by tile. From here on q is without its scale, which o gets instead
         rows = q.new_empty(N, M, n, 2, TILE, K)
-        torch.mul(q.view(*tile, K), row, out=rows[:, :, :, 0]).mul_(K ** -0.5)
+        torch.mul(q.view(*tile, K), row, out=rows[:, :, :, 0])
         torch.mul(k.view(*tile, K), row, out=rows[:, :, :, 1])
-        A = q.new_zeros(N, M, n, 2 * TILE, C)
+        A_qk, A_kk = ((q.new_zeros if n > 1 else q.new_empty)(N, M, C, C) for _ in range(2))
         for i, col in _columns(k, row, step):
-            A[:, :, i, :, :col.shape[2]] = rows[:, :, i].flatten(2, 3) @ col.mT                          # (N, M, 32, 16(i+1))
-            A[:, :, i, :, col.shape[2] - TILE:col.shape[2]] *= _causal(C, A.dtype, A.device)
+            A = _mm(rows[:, :, i].flatten(2, 3), col.mT)                                                 # (N, M, 32, 16(i+1))
+            part = ..., slice(i * TILE, (i + 1) * TILE), slice(0, (i + 1) * TILE)
+            torch.mul(A[:, :, :TILE], at_or_before[part], out=A_qk[part])
+            torch.mul(A[:, :, TILE:], before[part], out=A_kk[part])
         keep = col * end                                                                                 # K ⊙ e^{G_C − G}, (N, M, C, K)
-        A_qk, A_kk = (A.view(N, M, n, 2, TILE, C)[:, :, :, i].reshape(N, M, C, C) for i in (0, 1))
 
         # U = U₀ − W S₀ for the whole sequence, then the one part that is sequential: the state, chunk by chunk
         q_start, k_start = ((rows[:, :, :, i] * start).view(N, M, C, K) for i in (0, 1))                 # Q ⊙ e^G, K ⊙ e^G
-        inverse = unit_lower_inverse(A_kk * beta)
+        inverse = unit_lower_inverse(A_kk.mul_(beta))
         solve = inverse * beta.mT                                                                        # (N, M, C, C)
         W = solve @ k_start                                                                              # (N, M, C, K)
         U = solve @ v                                                                                    # (N, M, C, V)
@@ -160,8 +172,7 @@ class _Chunk(torch.autograd.Function):
             U[c].baddbmm_(W[c], S[c], alpha=-1)
             torch.mul(S[c], total[c], out=S[c + 1]).baddbmm_(keep[c].mT, U[c])
 
-        o = q_start @ S[:-1]
-        o += A_qk @ U
+        o = _mm(A_qk, U, _mm(q_start, S[:-1], alpha=K ** -0.5), alpha=K ** -0.5)
         ctx.save_for_backward(k, beta, row, start, step, end, total, rows, q_start, A_qk, inverse, W, U, S, keep)
         ctx.shape = B, T, H, K, V, C
         return _from_chunks(o, B, T), S[-1].view(B, H, K, V).clone()
@@ -173,46 +184,49 @@ class _Chunk(torch.autograd.Function):
         B, T, H, K, V, C = ctx.shape
         N, M = k.shape[:2]
         n = C // TILE
+        scale = K ** -0.5
         do = _to_chunks(do, C)                                                                           # (N, M, C, V)
 
         # the state's gradient, from the last chunk to the first; dS[c + 1] belongs to the state that leaves chunk c
-        dU = A_qk.mT @ do
+        dU = _mm(A_qk.mT, do, alpha=scale)
         dS = k.new_empty(N + 1, M, K, V)
-        dS[:-1] = q_start.mT @ do
+        torch.baddbmm(k.new_empty(()), q_start.mT.flatten(0, 1), do.flatten(0, 1), beta=0, alpha=scale, out=dS[:-1].view(N * M, K, V))
         dS[N] = dstate.reshape(M, K, V)
         for c in reversed(range(N)):
             dU[c].baddbmm_(keep[c], dS[c + 1])
             dS[c].addcmul_(dS[c + 1], total[c]).baddbmm_(W[c].mT, dU[c], alpha=-1)
         dR = inverse.mT @ dU                                                                             # through the triangular solve
         dbeta = (dR * U).sum(-1, keepdim=True) / beta                                                    # U = β ⊙ error
-        dv = beta * dR
+        dv = dR.mul_(beta)
 
         # the gradients of A and of the stacked rows, tile by tile
         dout = k.new_empty(N, M, n, 2, TILE, V)
-        dout[:, :, :, 0] = do.view(N, M, n, TILE, V)
+        torch.mul(do.view(N, M, n, TILE, V), scale, out=dout[:, :, :, 0])
         torch.neg(dv.view(N, M, n, TILE, V), out=dout[:, :, :, 1])
         dout = dout.view(N, M, 2 * C, V)
-        dA = (dout @ U.mT).view(N, M, n, 2 * TILE, C)
-        drows = ((dout @ S[:-1].mT).view(N, M, n, 2 * TILE, K) * start)
+        dA = _mm(dout, U.mT).view(N, M, n, 2 * TILE, C)
+        drows = _mm(dout, S[:-1].mT).view(N, M, n, 2 * TILE, K).mul_(start)
+        i = torch.arange(TILE, device=k.device)
+        causal = torch.cat([i[:, None] >= i, i[:, None] > i]).to(k.dtype)                                # of stacked rows on their own tile, (32, 16)
         for i, col in _columns(k, row, step):
-            dA[:, :, i, :, col.shape[2] - TILE:col.shape[2]] *= _causal(C, dA.dtype, dA.device)
-            drows[:, :, i] += dA[:, :, i, :, :col.shape[2]] @ col
-        dkeep = U @ dS[1:].mT
+            dA[:, :, i, :, i * TILE:(i + 1) * TILE] *= causal
+            drows[:, :, i] += dA[:, :, i, :, :(i + 1) * TILE] @ col
+        dkeep = _mm(U, dS[1:].mT)
         dcol = dkeep * end                                                                               # the columns, at the last anchor
         for i in reversed(range(n)):
             dcol[:, :, :(i + 1) * TILE] += dA[:, :, i, :, :(i + 1) * TILE].mT @ rows[:, :, i].flatten(2, 3)
             if i > 0:
                 dcol[:, :, :i * TILE] *= step[:, :, i - 1]                                               # back to the anchor before
-        dcol = dcol.view(N, M, n, TILE, K) / row
+        dcol = dcol.view(N, M, n, TILE, K).div_(row)
 
         # x ⊙ dx summed with its sign is the gradient of G; g gets the sum of all later ones in the chunk
         drows = drows.view(N, M, n, 2, TILE, K)
-        dG = (rows * drows).sum(3).view(N, M, C, K).addcmul_(k, dcol.view(N, M, C, K), value=-1)
+        dG = (rows[:, :, :, 0] * drows[:, :, :, 0]).addcmul_(rows[:, :, :, 1], drows[:, :, :, 1]).addcmul_(k.view_as(dcol), dcol, value=-1)
+        dG = dG.view(N, M, C, K)
         dG[:, :, -1] += (keep * dkeep).sum(2) + (S[:-1] * dS[1:]).sum(-1) * total.squeeze(-1)
         dg = torch.ones(C, C, dtype=k.dtype, device=k.device).triu() @ dG
-        drows *= row.unsqueeze(3)
-        dq = drows[:, :, :, 0].reshape(N, M, C, K) * K ** -0.5
-        dk = (drows[:, :, :, 1] + dcol).view(N, M, C, K)
+        dq = (drows[:, :, :, 0] * row).view(N, M, C, K)
+        dk = dcol.addcmul_(drows[:, :, :, 1], row).view(N, M, C, K)
         dq, dk, dv, dg, dbeta = (_from_chunks(x, B, T) for x in (dq, dk, dv, dg, dbeta))
         return dq, dk, dv, dg, dbeta.squeeze(-1), dS[0].view(B, H, K, V), None
 
@@ -223,7 +237,7 @@ def _columns(k, row, step):
     col = k.new_empty(N, M, n * TILE, K)
     for i in range(n):
         if i > 0:
-            col[:, :, :i * TILE] *= step[:, :, i - 1]
+            _flush(col[:, :, :i * TILE].mul_(step[:, :, i - 1]))
         torch.div(k[:, :, i * TILE:(i + 1) * TILE], row[:, :, i], out=col[:, :, i * TILE:(i + 1) * TILE])
         yield i, col[:, :, :(i + 1) * TILE]
 
@@ -247,8 +261,32 @@ def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     return o.to(dtype), state
 
 
+def kda_segment(k, v, g, beta):
+    """
+    What a stretch of the sequence does to any state that enters it, S ↦ S̃ + M S (§5.1): → M (B, H, K, K), S̃ (B, H, K, V). By its definition,
+    the recurrence from the identity without values, and from nothing.
+    """
+    identity = torch.eye(k.shape[-1], device=k.device).expand(k.shape[0], k.shape[2], -1, -1)
+    return kda_recurrent(k, k, torch.zeros_like(k), g, beta, identity)[1], kda_recurrent(k, k, v, g, beta)[1]
+
+
+def compose(M, S, state):
+    """Segments one after another: M (L, ..., K, K), S (L, ..., K, V), the first entering state (..., K, V) → the states at their borders (L+1, ..., K, V)."""
+    states = [state]
+    for through, own in zip(M, S):
+        states.append(own + through @ states[-1])
+    return torch.stack(states)
+
+
 def kda(q, k, v, g, beta, state=None):
-    """The one place that chooses: a single token is the recurrence itself, more are chunks."""
+    """
+    The one place that chooses: Triton on a GPU, if it can take these widths; else a single token is the recurrence itself, and more are
+    chunks. g must lie in bounds, nobody looks. The kernel for a single token changes the state in place.
+    """
+    if kernels and kernels.fits(q, v):
+        if q.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
+            return kernels.kda_decode(q, k, v, g, beta, state), state
+        return kernels.kda(q, k, v, g, beta, state, look_at_g=False)
     if q.shape[1] == 1:
         return kda_recurrent(q, k, v, g, beta, state)
     wide = q.shape[0] * q.shape[2] >= 16       # many heads at once: a sequential step is wide enough, so chunks may be short
@@ -260,18 +298,16 @@ def kda(q, k, v, g, beta, state=None):
 
 class _ShortConv(torch.autograd.Function):
     """
-    y = SiLU(Σ_j w_j x_{t−W+1+j}), each channel by itself. x (B, W−1+T, D) begins with the W−1 inputs before the first output; w (D, W).
-    Written as W shifted products: on a CPU F.conv1d takes two to four times as long for so narrow a kernel.
+    y = SiLU(Σ_s w_s x_{t−s}), each channel by itself: x (B, T, D) after zeros, w (D, W) with the newest input last. Written as W shifted
+    products: on a CPU F.conv1d takes up to twice as long for so narrow a kernel.
     """
 
     @staticmethod
     def forward(ctx, x, w):
-        W = w.shape[1]
-        T = x.shape[1] - W + 1
-        taps = w.t().contiguous()                                                                        # (W, D)
-        y = x[:, W - 1:] * taps[W - 1]                                                                   # (B, T, D)
-        for j in range(W - 1):
-            y.addcmul_(x[:, j:j + T], taps[j])
+        taps = w.t().flip(0).contiguous()                                                                # (W, D): lag 0, 1, 2, …
+        y = x * taps[0]                                                                                  # (B, T, D)
+        for lag in range(1, len(taps)):
+            y[:, lag:].addcmul_(x[:, :-lag], taps[lag])
         ctx.save_for_backward(x, taps, y)
         return F.silu(y).to(x.dtype)
 
@@ -279,14 +315,14 @@ class _ShortConv(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         x, taps, y = ctx.saved_tensors
-        T = y.shape[1]
+        T = x.shape[1]
         dy = torch.ops.aten.silu_backward(dout.to(y.dtype), y)                                           # (B, T, D)
-        dx = torch.zeros_like(x, dtype=dy.dtype)
-        dw = torch.empty_like(taps.t())                                                                  # (D, W)
-        for j, tap in enumerate(taps):
-            dx[:, j:j + T].addcmul_(dy, tap)
-            dw[:, j] = (dy * x[:, j:j + T]).sum((0, 1))
-        return dx.to(x.dtype), dw
+        dx, dtaps = dy * taps[0], torch.empty_like(taps)
+        dtaps[0] = (dy * x).sum((0, 1))
+        for lag in range(1, len(taps)):
+            dx[:, :-lag].addcmul_(dy[:, lag:], taps[lag])
+            dtaps[lag] = (dy[:, lag:] * x[:, :-lag]).sum((0, 1))
+        return dx.to(x.dtype), dtaps.flip(0).t()
 
 
 class ShortConv(nn.Module):
@@ -297,16 +333,35 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
 
     def forward(self, x, tail=None):
-        """tail (B, width−1, D): the inputs that came before x, None for zeros. → output, the new tail."""
-        before = self.weight.shape[-1] - 1
-        x = F.pad(x, (0, 0, before, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], dim=1)      # (B, width-1+T, D)
-        return _ShortConv.apply(x, self.weight.squeeze(1)), x[:, x.shape[1] - before:].detach()
+        """tail (B, width−1, D): the inputs that came before x; None stands for zeros. → output, the new tail (None without one)."""
+        if tail is None:
+            return _ShortConv.apply(x, self.weight.squeeze(1)), None
+        past = tail.shape[1]
+        x = torch.cat([tail.to(x.dtype), x], dim=1)                                                      # (B, width-1+T, D)
+        return _ShortConv.apply(x, self.weight.squeeze(1))[:, past:], x[:, x.shape[1] - past:].detach()
+
+
+class _Unit(torch.autograd.Function):
+    """x / sqrt(Σ x² + 1e-6) over the last axis."""
+
+    @staticmethod
+    def forward(ctx, x):
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()              # (..., 1)
+        n = x * r
+        ctx.save_for_backward(n, r)
+        return n
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        n, r = ctx.saved_tensors
+        along = (n * dy).sum(-1, keepdim=True)                             # the part of dy that points along n moves nothing
+        return torch.addcmul(dy, n, along, value=-1).mul_(r)
 
 
 def unit(x):
-    """Per head to length 1: x / sqrt(Σ x² + 1e-6), over the last axis, inside in fp32."""
-    y = fp32(x)
-    return (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    """Each head's vector to length 1, inside in fp32: (B, T, H, K) → the same shape and dtype."""
+    return _Unit.apply(fp32(x)).to(x.dtype)
 
 
 class KDA(nn.Module):

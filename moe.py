@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, fp32
+from attnres import RMSNorm, fp32, kernels
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,7 +67,10 @@ class _SiTU(torch.autograd.Function):
         return dg.to(dtype), du.to(dtype), None, None
 
 
-situ = _SiTU.apply
+def situ(g, u, beta, linear_beta):
+    """The activation that is used: situ_definition's arguments and result."""
+    apply = kernels.situ if kernels and g.is_cuda and not torch.compiler.is_compiling() else _SiTU.apply
+    return apply(g, u, beta, linear_beta)
 
 
 class SiTUGLU(nn.Module):

@@ -1,6 +1,6 @@
 """
 Every component against its slow definition, and the faults that other implementations had: `make test`, or pytest test_all.py -k kda.
-Top to bottom in the order of the files: attnres, kda, moe, muon, model, data, train, sample, weights.
+Top to bottom in the order of the files: attnres, kda, kernels, moe, muon, model, data, train, sample, weights.
 """
 import base64
 import dataclasses
@@ -150,12 +150,12 @@ def kda_inputs(B, T, H, K, V, seed=0, dtype=torch.float64):
     return [x.to(dtype) for x in (q, k, v, g, beta, state)]
 
 
-def assert_kda(inputs, tolerance_forward, tolerance_backward, dtype=torch.float32, chunk=64):
-    """kda_chunk in dtype against kda_recurrent in fp64: output, state and all gradients."""
+def assert_kda(inputs, tolerance_forward, tolerance_backward, dtype=torch.float32, chunk=64, f=None):
+    """kda_chunk in dtype, or f, against kda_recurrent in fp64: output, state and all gradients."""
     B, T, H, K = inputs[0].shape
     weights = [torch.randn(B, T, H, inputs[2].shape[-1]), torch.randn(inputs[5].shape)]
     truth = gradients(kda.kda_recurrent, [x.double() for x in inputs], weights)
-    ours = gradients(lambda *x: kda.kda_chunk(*x, chunk=chunk), [x.to(dtype) for x in inputs], weights)
+    ours = gradients(f or (lambda *x: kda.kda_chunk(*x, chunk=chunk)), [x.to(dtype) for x in inputs], weights)
     for name, a, b in zip(("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"), ours, truth):
         assert a.isfinite().all(), name
         assert error(a, b) < (tolerance_forward if name in ("o", "state") else tolerance_backward), (name, error(a, b))
@@ -230,9 +230,10 @@ def test_kda_refuses():
     q, k, v, g, beta, state = kda_inputs(1, 5, 2, 16, 16, dtype=torch.float32)
     for arguments, word in [((q, k[:, :4], v, g, beta), "k:"), ((q, k, v[:, :, :1], g, beta), "v:"), ((q, k, v, g, beta, state[:, :1]), "state:"),
                             ((q[0], k, v, g, beta), "q:"), ((q[:, :0], k, v, g, beta), "q:"), ((q, k, v, g - 6, beta), "g:"),
-                            ((q, k, v, g.abs() + 0.1, beta), "g:"), ((q, k, v, g * math.nan, beta), "g:")]:
+                            ((q, k, v, g.abs() + 0.1, beta), "g:")]:
         with pytest.raises(ValueError, match=word):
             kda.kda_chunk(*arguments)
+    assert kda.kda_chunk(q, k, v, g * math.nan, beta)[0].isnan().all()     # passes through: train.py finds where it began
     with pytest.raises(ValueError, match="chunk"):
         kda.kda_chunk(q, k, v, g, beta, chunk=24)
     with pytest.raises(ValueError, match="g_min"):
@@ -256,13 +257,22 @@ def test_short_conv():
     x, w, weights = torch.randn(2, 9, 12), torch.randn(12, 1, 4), [torch.randn(2, 9, 12)]
     conv.weight.data.copy_(w)
     truth = gradients(lambda x, w: F.silu(F.conv1d(F.pad(x.mT, (3, 0)), w, groups=12)).mT, [x.double(), w.double()], weights)
-    ours = gradients(lambda x, w: kda._ShortConv.apply(F.pad(x, (0, 0, 3, 0)), w.squeeze(1)), [x, w], weights)
+    ours = gradients(lambda x, w: kda._ShortConv.apply(x, w.squeeze(1)), [x, w], weights)
     assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
-    tail, parts = None, []
+    for T in (1, 2, 3):                                                    # shorter than the kernel
+        assert torch.allclose(conv(x[:, :T])[0], conv(x)[0][:, :T], atol=1e-6)
+    tail, parts = torch.zeros(2, 3, 12), []
     for piece in x.split([1, 3, 5], dim=1):
         y, tail = conv(piece, tail)
         parts.append(y)
     assert torch.allclose(torch.cat(parts, 1), conv(x)[0], atol=1e-6)
+
+
+def test_unit():
+    x, weights = torch.randn(2, 3, 2, 16) * 10, [torch.randn(2, 3, 2, 16)]
+    x[0, 0, 0] *= 1e-4                                                     # where the 1e-6 counts
+    truth = gradients(lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6), [x.double()], weights)
+    assert all(error(a, b) < 1e-6 for a, b in zip(gradients(kda.unit, [x], weights), truth))
 
 
 def test_kda_gate():
@@ -278,6 +288,132 @@ def test_kda_gate():
         assert abs(layer.log_decay(x)[0, 0, 0, 0].item() + 5 / (1 + math.exp(-6))) < 1e-5
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.log_decay(x).dtype == torch.float32
+
+
+# ---- kernels.py: on a CPU, Triton's interpreter runs the kernels, in a process of its own. It cuts numbers to bf16 where a GPU rounds them
+
+kernels = attnres.kernels
+interpreted = pytest.mark.skipif(not (kernels and os.environ.get("TRITON_INTERPRET") == "1"), reason="for test_kernels_interpreted")
+
+
+@pytest.mark.skipif(kernels is None or os.environ.get("TRITON_INTERPRET") == "1", reason="triton is not installed, or this is the inner run")
+def test_kernels_interpreted():
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "test_all.py", "-k", "triton"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("T, K, V", [(1, 16, 64), (15, 32, 16), (16, 48, 32), (17, 16, 16), (63, 32, 48), (64, 64, 16), (65, 16, 32), (130, 48, 64)])
+def test_triton_kda(T, K, V):
+    assert_kda(kda_inputs(2 if T < 64 else 1, T, 2, K, V), 1e-5, 1e-4, f=kernels.kda)
+
+
+@interpreted
+def test_triton_kda_alike_keys_and_saturated_gates():
+    q, k, v, g, beta, state = kda_inputs(1, 65, 2, 16, 16)
+    k = k[:, :1].expand_as(k)
+    assert_kda([q, k, v, torch.zeros_like(g), torch.ones_like(beta), state], 1e-5, 1e-4, f=kernels.kda)
+    for decay in (-4.9999, -5.9):
+        q, k, v, g, beta, state = kda_inputs(1, 65, 2, 16, 16)
+        assert_kda([q, k, v, torch.full_like(g, decay), beta, state], 1e-5, 1e-4, f=kernels.kda)
+        half = torch.where(torch.rand_like(g) < 0.5, decay, -1e-3)         # G reaches −300 while a later factor is near 1: fp32 has 3e-5 there
+        assert_kda([q, k, v, half, beta, state], 5e-5, 1e-4, f=kernels.kda)
+
+
+@interpreted
+def test_triton_kda_bf16_and_strides():
+    q, k, v, g, beta, state = kda_inputs(1, 100, 2, 32, 32, dtype=torch.float32)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).bfloat16() for x in (q, k, v))
+    weights = [torch.randn(v.shape), torch.randn(state.shape)]
+    ours = gradients(kernels.kda, [q, k, v, g, beta, state], weights)
+    truth = gradients(kda.kda_recurrent, [x.double() for x in (q, k, v, g, beta, state)], weights)
+    assert ours[0].dtype == ours[2].dtype == torch.bfloat16 and ours[1].dtype == ours[5].dtype == torch.float32
+    assert all(((a - b).norm() / b.norm()).item() < 2e-2 for a, b in zip(ours, truth))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_future_cannot_move_the_past(dtype, monkeypatch):
+    """Bitwise, outputs and gradients of a prefix; with every fresh buffer poisoned, so that nothing is read that was not written."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        fresh = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, fresh=fresh, **k: (lambda x: x.fill_(math.nan) if x.is_floating_point() else x)(fresh(*a, **k)))
+    T, t = 70, 21
+    a = [x.to(dtype if i < 3 else torch.float32) for i, x in enumerate(kda_inputs(1, T, 1, 16, 16))]
+    b = [x.clone() for x in a]
+    for x, y in zip(b, kda_inputs(1, T, 1, 16, 16, seed=9)):
+        if x.shape[1] == T:
+            x[:, t:] = y[:, t:].to(x.dtype)
+    b[3][:, t:] = -4.99
+    weights = [torch.randn(1, T, 1, 16) * (torch.arange(T) < t).view(1, T, 1, 1), torch.zeros(a[5].shape)]
+    for x, y in zip(gradients(kernels.kda, a, weights), gradients(kernels.kda, b, weights)):
+        assert x.isfinite().all() and y.isfinite().all()
+        assert x.shape == a[5].shape or torch.equal(x[:, :t], y[:, :t])
+
+
+@interpreted
+def test_triton_segments_and_decode():
+    """Segments whose states are found side by side, also with chunks past the end; one token at a time."""
+    inputs = kda_inputs(1, 64 * 4 + 5, 2, 16, 32)
+    assert_kda(inputs, 1e-5, 1e-4, f=lambda *x: kernels.kda(*x, segments=3))
+    q, k, v, g, beta, state = kda_inputs(3, 5, 2, 48, 32, dtype=torch.float32)
+    truth, last = kda.kda_recurrent(q, k, v, g, beta, state)
+    for t in range(5):
+        o = kernels.kda_decode(*(x[:, t:t + 1] for x in (q, k, v, g, beta)), state)
+        assert torch.allclose(o, truth[:, t:t + 1], atol=1e-5)
+    assert torch.allclose(state, last, atol=1e-5)
+
+
+@interpreted
+def test_triton_refuses():
+    q, k, v, g, beta, state = kda_inputs(1, 5, 2, 16, 16, dtype=torch.float32)
+    for arguments, words in [((q, k[:, :4], v, g, beta), "k: expected"), ((q.double(), k, v, g, beta), "q: expected .*float64"), ((q[0], k, v, g, beta), "q: expected"), ((q, k.half(), v, g, beta), "k: .*float16"),
+                             ((q[..., :8], k, v, g, beta), "K = 8: expected a multiple of 16"), ((q, k, v, g - 6, beta), "g: expected"), ((q, k, v, g.abs() + 0.1, beta), "g: "),
+                             ((q, k, v, g, beta, state.bfloat16()), "state: expected float32"), ((q, k, v, g, beta.to("meta")), "beta: expected it on cpu")]:
+        with pytest.raises(ValueError, match=words):
+            kernels.kda(*arguments)
+    with pytest.raises(ValueError, match="one token"):
+        kernels.kda_decode(q, k, v, g, beta, state)
+
+
+@interpreted
+@pytest.mark.parametrize("linear_beta", [25.0, None])
+def test_triton_situ(linear_beta):
+    x, weights = torch.randn(5, 7, 48) * 20, [torch.randn(5, 7, 24)]
+    truth = gradients(lambda x: moe.situ_definition(*x.chunk(2, dim=-1), 4.0, linear_beta), [x.double()], weights)
+    ours = gradients(lambda x: kernels.situ(*x.chunk(2, dim=-1), 4.0, linear_beta), [x], weights)
+    assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
+
+
+@interpreted
+def test_triton_mix():
+    torch.manual_seed(0)
+    u, sources, weights = torch.randn(40), [torch.randn(3, 11, 40) * (i + 1) for i in range(4)], [torch.randn(3, 11, 40)]
+    truth = gradients(lambda u, *x: attnres.mix_definition(x, u), [x.double() for x in (u, *sources)], weights)
+    ours = gradients(lambda u, *x: kernels.mix(u, 1e-5, *x), [u, *sources], weights)
+    assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
+
+
+@pytest.mark.skipif(kernels is None or os.environ.get("TRITON_INTERPRET") == "1", reason="triton is not installed, or interprets")
+def test_kernels_compile():
+    """For chips that are not here: no spills at the defaults, and no more shared memory than a block may have."""
+    done = subprocess.run([sys.executable, "kernels.py"], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()[1:]
+    assert done.returncode == 0 and len(lines) == 22, done.stderr
+    for line in lines:
+        for chip in ("80", "90", "100"):
+            assert f" {chip}: " in line and "TOO MUCH" not in line and line.count(" 0 spilled") == 3, line
+
+
+def test_kda_segments():
+    """S ↦ S̃ + M S of two stretches, composed, is the recurrence over both."""
+    q, k, v, g, beta, state = kda_inputs(2, 11, 2, 16, 8)
+    halves = [kda.kda_segment(k[:, t], v[:, t], g[:, t], beta[:, t]) for t in (slice(0, 4), slice(4, 11))]
+    M, S = (torch.stack(x) for x in zip(*halves))
+    borders = kda.compose(M, S, state)
+    assert error(borders[1], kda.kda_recurrent(q[:, :4], k[:, :4], v[:, :4], g[:, :4], beta[:, :4], state)[1]) < 1e-12
+    assert error(borders[2], kda.kda_recurrent(q, k, v, g, beta, state)[1]) < 1e-12
 
 
 # ---- moe.py
