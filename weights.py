@@ -472,7 +472,11 @@ def load(folder, dtype=None, device="cpu", **training):
                          "wrong")
     with torch.device("meta"):
         model = K3(config)
-    model.to(dtype).to_empty(device=device)                                # the first memory that is spent
+    try:
+        model.to(dtype).to_empty(device=device)                            # the first memory that is spent
+    except RuntimeError:                                                   # torch's word for too little of it
+        size = sum(x.nbytes for x in model.to(dtype).parameters())
+        raise ValueError(f"{folder}: {amount(size)} of weights do not fit into the memory of {device}") from None
     for name, buffer in model.named_buffers():
         buffer.fill_(-torch.inf if name.endswith("max_logit") else 0)
     ours = dict(model.named_parameters()) | {name: x for name, x in model.named_buffers() if name.endswith("router_bias")}
@@ -521,7 +525,8 @@ def end_ids(folder):
 # Out
 
 def released_config(config, dtype, experts, special):
-    """K3Config → the content of config.json. special: bos_token_id and so on, {} if there is no tokenizer."""
+    """K3Config → the content of config.json. special: bos_token_id and so on, {} if there is no tokenizer. auto_map is for transformers, which
+    runs the release's own *.py; they are not ours to write."""
     if config.attn_res != "block" or config.kda_key_dim != config.kda_value_dim:
         raise ValueError("a released config has no words for attn_res = 'full' or for kda_key_dim other than kda_value_dim; such a model stays here")
     mla = [i + 1 for i in range(config.n_layer) if config.is_mla(i)]
@@ -541,7 +546,8 @@ def released_config(config, dtype, experts, special):
                                           "output_activations": None}},
             "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*",
                        "re:.*vision_tower.*", "re:.*mm_projector.*"]}
-    return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": str(dtype)[6:], **special,
+    code = {"AutoConfig": "configuration_kimi_k3.KimiK3Config", "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForConditionalGeneration"}
+    return {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "auto_map": code, "dtype": str(dtype)[6:], **special,
             "tie_word_embeddings": False, "text_config": text}
 
 
