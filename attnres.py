@@ -84,13 +84,9 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, u, eps, *sources):
-        d = u.shape[0]
-        rms, logits = [], []
-        for x in sources:
-            x = fp32(x)
-            rms.append(torch.rsqrt(torch.linalg.vector_norm(x, dim=-1).square_() / d + eps))       # (B, T)
-            logits.append((x @ fp32(u)) * rms[-1])                       # (B, T)
-        rms, logits = torch.stack(rms), torch.stack(logits)                # (S, B, T)
+        lengths = torch.stack([torch.linalg.vector_norm(fp32(x), dim=-1) for x in sources])              # (S, B, T)
+        rms = torch.rsqrt(lengths.square_() / u.shape[0] + eps)            # one over the root mean square
+        logits = torch.stack([fp32(x) @ fp32(u) for x in sources]) * rms
         p = logits.softmax(0)
         out = sources[0] * p[0].unsqueeze(-1)                              # (B, T, d), fp32
         for x, weight in zip(sources[1:], p[1:]):
@@ -105,8 +101,8 @@ class _Mix(torch.autograd.Function):
         dout, d = fp32(dout), u.shape[0]
         dp = torch.stack([(dout * x).sum(-1) for x in sources])            # (S, B, T)
         dlogit = p * (dp - (p * dp).sum(0))
-        along_u = dlogit * rms                                             # d logit / d(x·u)
-        along_x = -dlogit * logits * rms * rms / d                         # d logit / d rms, as a multiple of x
+        along_u = dlogit * rms                                             # the part of dx along u
+        along_x = -along_u * logits * rms / d                              # and along x, through its length
         du = torch.zeros_like(fp32(u))
         dsources = []
         for s, x in enumerate(sources):

@@ -95,7 +95,8 @@ def unit_lower_inverse(L):
     tiles = torch.stack([L[..., a:a + TILE, a:a + TILE] for a in range(0, C, TILE)])                     # (n, N, M, 16, 16)
     tiles = tiles.permute(3, 4, 0, 1, 2).reshape(TILE, TILE, -1).contiguous().neg_()                     # all tiles side by side, last
     for i in range(2, TILE):
-        tiles[i, :i] += (tiles[i, :i, None] * tiles[:i, :i]).sum(0)
+        row = tiles[i, :i]                                                                               # (i, tiles)
+        row += (row.unsqueeze(1) * tiles[:i, :i]).sum(0)
     tiles = tiles.view(TILE, TILE, n, N, M).permute(2, 3, 4, 0, 1)                                       # (n, N, M, 16, 16)
     inverse = torch.zeros_like(L)
     inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
@@ -168,9 +169,9 @@ class _Chunk(torch.autograd.Function):
         U = solve @ v                                                                                    # (N, M, C, V)
         S = q.new_empty(N + 1, M, K, V)
         S[0] = state.reshape(M, K, V)
-        for c in range(N):
-            U[c].baddbmm_(W[c], S[c], alpha=-1)
-            torch.mul(S[c], total[c], out=S[c + 1]).baddbmm_(keep[c].mT, U[c])
+        for u, w, s, s_next, t, kept in zip(*(x.unbind(0) for x in (U, W, S[:-1], S[1:], total, keep.mT))):
+            u.baddbmm_(w, s, alpha=-1)
+            torch.mul(s, t, out=s_next).baddbmm_(kept, u)
 
         o = _mm(A_qk, U, _mm(q_start, S[:-1], alpha=K ** -0.5), alpha=K ** -0.5)
         ctx.save_for_backward(k, beta, row, start, step, end, total, rows, q_start, A_qk, inverse, W, U, S, keep)
@@ -192,9 +193,9 @@ class _Chunk(torch.autograd.Function):
         dS = k.new_empty(N + 1, M, K, V)
         torch.baddbmm(k.new_empty(()), q_start.mT.flatten(0, 1), do.flatten(0, 1), beta=0, alpha=scale, out=dS[:-1].view(N * M, K, V))
         dS[N] = dstate.reshape(M, K, V)
-        for c in reversed(range(N)):
-            dU[c].baddbmm_(keep[c], dS[c + 1])
-            dS[c].addcmul_(dS[c + 1], total[c]).baddbmm_(W[c].mT, dU[c], alpha=-1)
+        for du, w, ds, ds_next, t, kept in reversed(list(zip(*(x.unbind(0) for x in (dU, W.mT, dS[:-1], dS[1:], total, keep))))):
+            du.baddbmm_(kept, ds_next)
+            ds.addcmul_(ds_next, t).baddbmm_(w, du, alpha=-1)
         dR = inverse.mT @ dU                                                                             # through the triangular solve
         dbeta = (dR * U).sum(-1, keepdim=True) / beta                                                    # U = β ⊙ error
         dv = dR.mul_(beta)

@@ -159,7 +159,8 @@ class GatedMLA(nn.Module):
         k, v = self.kv_b_proj(c).view(B, T, H, self.nope + self.V).split([self.nope, self.V], dim=-1)
         k = torch.cat([k, k_shared.unsqueeze(2).expand(B, T, H, self.rope)], dim=-1)
         if self.training and torch.is_grad_enabled():
-            self.max_logit.copy_(torch.maximum(self.max_logit, largest_logit(q.detach(), k.detach())))
+            largest = largest_logit(q.detach(), k.detach())
+            self.max_logit.copy_(torch.maximum(self.max_logit, largest))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))                   # (B, H, T, ·)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -172,13 +173,14 @@ class GatedMLA(nn.Module):
         w_k, w_v = self.kv_b_proj.weight.to(q.dtype).view(self.H, self.nope + self.V, self.R).split([self.nope, self.V], dim=1)
         q_latent = torch.einsum("bthn,hnr->bthr", q[..., :self.nope], w_k)
         q = torch.cat([q_latent, q[..., self.nope:]], dim=-1) * (self.nope + self.rope) ** -0.5     # (B, T, H, R + rope)
-        logits = fp32(torch.einsum("bthr,bsr->bhts", q, latents))
-        if T > 1:
-            future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
-            logits = logits.masked_fill(future, -torch.inf)
-        p = logits.softmax(-1).to(q.dtype)
-        o = torch.einsum("bhts,bsr->bthr", p, latents[..., :self.R])
-        return torch.einsum("bthr,hvr->bthv", o, w_v)
+        o = []
+        for start in range(0, T, 256):                                     # so that (T, S) logits never exist at once
+            logits = fp32(torch.einsum("bthr,bsr->bhts", q[:, start:start + 256], latents))
+            if T > 1:
+                future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(S - T + start + 1)
+                logits = logits.masked_fill(future, -torch.inf)
+            o.append(torch.einsum("bhts,bsr->bthr", logits.softmax(-1).to(q.dtype), latents[..., :self.R]))
+        return torch.einsum("bthr,hvr->bthv", torch.cat(o, dim=1), w_v)
 
     @staticmethod
     def append(cache, new):

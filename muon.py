@@ -28,7 +28,7 @@ def newton_schulz(G, steps=5):
         X = X / torch.where(norm > 0, norm, 1)
     X = X.to(work).flatten(0, -3) if G.dim() > 2 else X.to(work).unsqueeze(0)      # (blocks, rows, cols)
     for _ in range(steps):                                                 # X ← a X + b A X + c A² X with A = X Xᵀ: five rounds of this
-        A = X @ X.mT                                                       # quintic take every singular value in (0, 1] to about 1
+        A = torch.bmm(X, X.mT)                                             # quintic take every singular value in (0, 1] to about 1
         B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)             # b A + c A²
         X = torch.baddbmm(X, B, X, beta=3.4445)
     return (X.mT if G.shape[-2] > G.shape[-1] else X).reshape(G.shape).to(G.dtype)

@@ -91,10 +91,11 @@ def main(arguments):
     for sample in range(options["num_samples"]):
         if sample:
             print("\n" + "-" * 80)
-        print(options["prompt"], end="", flush=True)
         text = tokenizer.StreamDecoder(enc)
-        for token in model.generate(ids, options["max_new_tokens"], options["temperature"], options["top_k"] or None, options["top_p"],
-                                    stream=True, vocab_size=enc.n_vocab):
+        tokens = model.generate(ids, options["max_new_tokens"], options["temperature"], options["top_k"] or None, options["top_p"],
+                                stream=True, vocab_size=enc.n_vocab)       # checks the options before anything is printed
+        print(options["prompt"], end="", flush=True)
+        for token in tokens:
             count += 1
             if token.item() in ends:
                 break

@@ -785,7 +785,7 @@ def test_initialisation():
     assert 1e-3 * 0.99 < dt.min() and dt.max() < 0.1 * 1.01 and -0.5 < g.min() and g.max() < -0.004
 
 
-@pytest.mark.parametrize("cuts", [[1] * 13, [10, 3], [1, 2, 70], [16, 1, 17, 39], [73]])
+@pytest.mark.parametrize("cuts", [[1] * 13, [10, 3], [1, 2, 70], [16, 1, 17, 39], [73], [5, 300]])
 @pytest.mark.parametrize("changes", [{}, dict(mla_every=1), dict(mla_every=0, kda_value_dim=8), dict(attn_res="full", qk_rope_head_dim=0)])
 def test_cut_anywhere(cuts, changes, monkeypatch):
     """Any split into cached calls gives the logits of one call: KDA state, conv tails and MLA latents."""

@@ -14,5 +14,5 @@ context_stages = ((0.0, 64), (0.4, 128), (0.7, 256), (0.9, 512))
 steps = 1200
 
 lr = 8e-3
-weight_decay = 0.3
+weight_decay = 1.0
 eval_every = 300
