@@ -11,8 +11,11 @@ softmax attention over compressed latents. Neither knows positions. The MLP is a
     K3Config      every size, and the checks between them; K3Config.k3() is the released model
     GatedMLA      §2.1.2
     Layer, K3     the wiring, initialisation, counting, optimizer and generation
+
+    python model.py FOLDER      what a folder of released weights holds, and the memory it takes
 """
 import math
+import sys
 from dataclasses import dataclass, fields
 
 import torch
@@ -56,6 +59,7 @@ class K3Config:
     situ_beta: float = 4.0
     situ_linear_beta: float = 25.0
     router_bias_ema: float = 0.0           # how much of the old router bias an update keeps
+    qat: str = ""                          # "mxfp4": routed experts are rounded to MXFP4 in every forward, to be kept in it later
     # attention residuals
     attn_res: str = "block"                # or "full": a block per layer part
     attn_res_block_size: int = 2           # layers a block
@@ -93,6 +97,8 @@ class K3Config:
         rule(self.num_experts_per_token <= self.num_experts, "num_experts_per_token", f"must be at most num_experts = {self.num_experts}")
         for name in ("moe_intermediate_size", "routed_expert_hidden_size"):
             rule(getattr(self, name) % 8 == 0, name, "must be a multiple of 8: grouped matrix products want rows of 16 bytes")
+            rule(not self.qat or getattr(self, name) % 32 == 0, name, "must be a multiple of 32, the block of MXFP4, with qat")
+        rule(self.qat in ("", "mxfp4"), "qat", "must be 'mxfp4', or '' for none")
         rule(self.attn_res in ("block", "full"), "attn_res", "must be 'block' or 'full'")
         rule(0 <= self.router_bias_ema < 1, "router_bias_ema", "must lie in [0, 1)")
         rule(self.situ_beta > 0, "situ_beta", "must be positive")
@@ -246,7 +252,9 @@ class K3(nn.Module):
         self.out_mix = Mix(config.n_embd, config.rms_norm_eps)
         self.norm = RMSNorm(config.n_embd, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.init_weights()
+        self.tokenizer = None                      # the tiktoken.Encoding that came with the weights, if one did: save_pretrained writes it
+        if not self.lm_head.weight.is_meta:        # there a model is only its shapes
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
@@ -381,6 +389,25 @@ class K3(nn.Module):
                 muon.qk_clip(a.q_b_proj.weight, a.kv_b_proj.weight, a.max_logit, a.nope, a.rope)
                 a.max_logit.fill_(-torch.inf)
 
+    # ---- released weights
+
+    @classmethod
+    def from_pretrained(cls, folder, dtype=None, device="cpu", **training):
+        """
+        A folder as K3 is released: config.json and safetensors → K3 in eval mode. dtype: torch.float32 or torch.bfloat16, None for the file's own.
+        training: fields of K3Config that a released config does not have (qat, router_bias_ema). What is read and refused: weights.py.
+        """
+        import weights                             # above this file, hence not at the top
+        return weights.load(folder, dtype, device, **training)
+
+    def save_pretrained(self, folder, dtype=None, experts=None, tokenizer=None):
+        """
+        The way back: config.json, safetensors, generation_config.json, and the tokenizer (self.tokenizer, or the one given). dtype: None for the
+        model's own. experts: "mxfp4" or "plain", None for mxfp4 if the model was trained for it.
+        """
+        import weights
+        weights.save(self, folder, dtype, experts, tokenizer)
+
     # ---- counting it
 
     def num_params(self):
@@ -423,3 +450,13 @@ def sample_token(logits, temperature, top_k, top_p):
         before = values.softmax(-1).cumsum(-1) - values.softmax(-1)       # the mass of all likelier tokens: the first one always stays
         logits = logits.masked_fill((before >= top_p).scatter(1, order, before >= top_p), -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("expected: python model.py FOLDER, a folder as K3 is released (config.json and *.safetensors)")
+    from weights import describe
+    try:
+        describe(sys.argv[1])
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

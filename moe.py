@@ -15,6 +15,9 @@ Quantile Balancing sets b outright, once per step, from the step's own tokens. A
 cutoff α, the (k+1)-th largest of its s + b; so expert j would need the bias r = α − s_j to be taken by it. The k/E quantile of r over the
 tokens is the bias with which k/E of them take the expert: a perfect load. `quantile_bias` is that, by sorting; `QuantileHistogram` is the
 same from counts in 1000 bins, which can be added up over micro-batches and ranks.
+
+K3's routed experts are released in MXFP4. A model that is to be kept so can be trained for it: with qat="mxfp4" every forward sees the
+routed experts as MXFP4 would keep them (`mxfp4_parts`), and the gradient goes straight through to the weights.
 """
 import math
 
@@ -151,6 +154,36 @@ class QuantileHistogram(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# MXFP4, for routed experts: 4-bit numbers ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}, and one power of two for each 32 inputs of a row
+
+def mxfp4_parts(w):
+    """
+    w (..., n), n a multiple of 32 → x (..., n/32, 32) fp32, each on that grid, and e (..., n/32, 1) int32, with w ≈ x · 2^e.
+    2^e is the smallest power of two with which the block's largest number is at most 6, so nothing is cut off; then every number
+    goes to the nearest of the grid, halfway ones to the even code. Off by at most 2^e, which is at most a fifth of the largest.
+    """
+    blocks = w.detach().float().unflatten(-1, (-1, 32))
+    m, e = torch.frexp(blocks.abs().amax(-1, keepdim=True))                # largest = m · 2^e, 0.5 ≤ m < 1, and 6 = 0.75 · 2^3
+    e = (e - 3 + (m > 0.75)).clamp(-127, 125)                              # what a scale can say; 6 · 2^126 would pass fp32
+    x = torch.ldexp(blocks, -e)
+    step = 0.5 * (1 + (x.abs() >= 2) + 2 * (x.abs() >= 4))                 # the grid's: 0.5, from 2 on 1, from 4 on 2
+    return (x / step).round() * step, e
+
+
+class _MXFP4(torch.autograd.Function):
+    """w as MXFP4 would keep it. Straight through: the gradient passes as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx, w):
+        x, e = mxfp4_parts(w)
+        return torch.ldexp(x, e).flatten(-2).to(w.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The layer
 
 class _Reorder(torch.autograd.Function):
@@ -183,6 +216,7 @@ class LatentMoE(nn.Module):
         d, latent, m = config.n_embd, config.routed_expert_hidden_size, config.moe_intermediate_size
         self.E, self.k, self.scale = config.num_experts, config.num_experts_per_token, config.routed_scaling_factor
         self.beta, self.linear_beta, self.bias_ema = config.situ_beta, config.situ_linear_beta, config.router_bias_ema
+        self.qat = config.qat
         self.router = nn.Linear(d, self.E, bias=False)
         self.register_buffer("router_bias", torch.zeros(self.E))
         self.histogram = QuantileHistogram(self.E)
@@ -229,7 +263,8 @@ class LatentMoE(nn.Module):
         ends = torch.searchsorted(by_expert, torch.arange(self.E, device=z.device), right=True).int()   # where each expert's rows end
         rows = z.unsqueeze(1).expand(m, k, latent).reshape(m * k, latent)
         rows = _Reorder.apply(rows, order, inverse)                        # (m·k, ℓ), by expert
-        w13, w2 = self.w13.to(z.dtype).flatten(1, 2), self.w2.to(z.dtype)  # (E, 2m, ℓ), (E, ℓ, m)
+        w13, w2 = (_MXFP4.apply(w) if self.qat else w for w in (self.w13, self.w2))
+        w13, w2 = w13.to(z.dtype).flatten(1, 2), w2.to(z.dtype)            # (E, 2m, ℓ), (E, ℓ, m)
         g, u = grouped_mm(rows, w13.mT, ends).chunk(2, dim=-1)      # (m·k, hidden) each
         out = grouped_mm(situ(g, u, self.beta, self.linear_beta), w2.mT, ends)                     # (m·k, ℓ)
         out = _Reorder.apply(out, inverse, order).view(m, k, latent)

@@ -4,6 +4,7 @@ Sample text from a checkpoint of train.py. All it needs is in the checkpoint: we
     python sample.py --out_dir=out/shakespeare --prompt="ROMEO.\n" --max_new_tokens=300 --temperature=0.8
 
     --out_dir=out/shakespeare   a run's folder (its newest checkpoint), or one checkpoint file
+    --from=FOLDER               instead of it, a folder of released weights: config.json, *.safetensors and tiktoken.model
     --prompt="\n"               what to begin with; \n and \t are line end and tab; FILE:path takes a file's text
     --num_samples=1             how many, one after the other
     --max_new_tokens=500        of each; a sample ends earlier at end-of-text
@@ -24,8 +25,9 @@ import torch
 from data import tokenizer
 from model import K3, K3Config
 from train import find_device, load_checkpoint
+from weights import end_ids
 
-DEFAULTS = dict(out_dir="out/shakespeare", prompt="\n", num_samples=1, max_new_tokens=500, temperature=0.8, top_k=0, top_p=1.0, seed=1,
+DEFAULTS = {"from": ""} | dict(out_dir="out/shakespeare", prompt="\n", num_samples=1, max_new_tokens=500, temperature=0.8, top_k=0, top_p=1.0, seed=1,
                 device="auto")
 
 
@@ -40,6 +42,8 @@ def read_arguments(arguments):
             options[name] = type(DEFAULTS[name])(value)
         except ValueError:
             raise ValueError(f"{argument}: expected {'a whole number' if type(DEFAULTS[name]) is int else 'a number'}") from None
+    if options["from"] and options["out_dir"] != DEFAULTS["out_dir"]:
+        raise ValueError("--from and --out_dir both name a model; give one")
     if options["num_samples"] < 1 or options["max_new_tokens"] < 1 or options["top_k"] < 0:
         raise ValueError("expected num_samples ≥ 1, max_new_tokens ≥ 1, top_k ≥ 0")
     if options["prompt"].startswith("FILE:"):
@@ -60,15 +64,25 @@ def load_model(path, device):
     checkpoint = load_checkpoint(path)
     model = K3(K3Config(**checkpoint["config"]))
     model.load_state_dict(checkpoint["model"])
+    model.tokenizer = tokenizer.from_dict(checkpoint["tokenizer"])
     if device == "cuda":
         model.bfloat16()                                                   # half the bytes to read for every token
-    return model.to(device).eval(), tokenizer.from_dict(checkpoint["tokenizer"])
+    return model.to(device).eval(), model.tokenizer
+
+
+def load_released(folder, device):
+    """A folder of released weights → K3 in eval mode, tiktoken.Encoding, the ids that end a text."""
+    model = K3.from_pretrained(folder, torch.bfloat16 if device == "cuda" else None, device)
+    if model.tokenizer is None:
+        raise FileNotFoundError(f"no tiktoken.model in {folder}, so text cannot become ids; put the file that belongs to the weights there")
+    return model, model.tokenizer, end_ids(folder)
 
 
 def main(arguments):
     options = read_arguments(arguments)
     device = find_device(options["device"])
-    model, enc = load_model(options["out_dir"], device)
+    model, enc, ends = load_released(options["from"], device) if options["from"] else (*load_model(options["out_dir"], device), set())
+    ends = ends | {tokenizer.end_of_text(enc)}
     ids = torch.from_numpy(tokenizer.encode(enc, options["prompt"]).astype("int64")).to(device).unsqueeze(0)   # (1, T)
     torch.manual_seed(options["seed"])
     count, began = 0, time.perf_counter()
@@ -81,7 +95,7 @@ def main(arguments):
         print(options["prompt"], end="", flush=True)
         for token in tokens:
             count += 1
-            if token.item() == tokenizer.end_of_text(enc):
+            if token.item() in ends:
                 break
             print(text.push(token.item()), end="", flush=True)
         print(text.finish())

@@ -1,13 +1,15 @@
 """
 Every component against its slow definition, and the faults that other implementations had: `make test`, or pytest test_all.py -k kda.
-Top to bottom in the order of the files: attnres, kda, kernels, moe, muon, model, data, train, sample.
+Top to bottom in the order of the files: attnres, kda, kernels, moe, muon, model, data, train, sample, weights.
 """
+import base64
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
+import safetensors.torch
 import tiktoken
 import torch
 import torch.nn.functional as F
@@ -30,6 +33,7 @@ import moe
 import muon
 import sample as sample_py
 import train
+import weights
 from data import prepare, tokenizer
 from model import K3, K3Config
 
@@ -1435,3 +1439,661 @@ def test_sample(house, monkeypatch, capsys):
                            ("--temperature=-1", "temperature"), ("--temperature=nan", "temperature"), ("--device=tpu", "tpu"), ("--out_dir=nowhere", "no checkpoint in nowhere"), ("--prompt=caf\udce9", "surrogate")]:
         with pytest.raises(ValueError, match=word):
             sample_py.main([f"--out_dir={house}/out/s", "--device=cpu", argument])
+
+
+# ---- weights.py
+
+# A tiny K3 as it is released: the names, and what they compute, are written down here once more, from the report and the released names.
+TEXT = dict(hidden_act="situ", vocab_size=61, hidden_size=32, num_hidden_layers=5, num_attention_heads=2, q_lora_rank=24, kv_lora_rank=16,
+            qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=8, mla_use_nope=True, mla_use_output_gate=True, intermediate_size=48,
+            moe_intermediate_size=32, routed_expert_hidden_size=64, latent_moe_use_norm=True, num_experts=8, num_experts_per_token=3, num_shared_experts=2,
+            first_k_dense_replace=1, routed_scaling_factor=1.5, moe_renormalize=True, moe_router_activation_func="sigmoid", num_expert_group=1, topk_group=1,
+            use_grouped_topk=True, moe_layer_freq=1, activation_situ_beta=4.0, activation_situ_linear_beta=25.0, attn_res_block_size=2, rms_norm_eps=1e-5,
+            tie_word_embeddings=False, bos_token_id=58, eos_token_id=59, pad_token_id=60, model_type="kimi_linear", rope_theta=10000.0, num_key_value_heads=2,
+            linear_attn_config=dict(num_heads=2, head_dim=16, short_conv_kernel_size=4, gate_lower_bound=-4.5, use_full_rank_gate=True,
+                                    full_attn_layers=[4, 5], kda_layers=[1, 2, 3]))
+
+
+def released_shapes(c):
+    """{released name: shape}, without language_model."""
+    d, H, m, l, E = c["hidden_size"], c["num_attention_heads"], c["moe_intermediate_size"], c["routed_expert_hidden_size"], c["num_experts"]
+    D, q, R, nope, rope, V = (c["linear_attn_config"]["head_dim"], c["q_lora_rank"], c["kv_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"])
+    shapes = {"model.embed_tokens": (c["vocab_size"], d), "model.norm": (d,), "model.output_attn_res_norm": (d,), "model.output_attn_res_proj": (1, d),
+              "lm_head": (c["vocab_size"], d)}
+    for i in range(c["num_hidden_layers"]):
+        layer = {"input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attention_res_norm": (d,), "self_attention_res_proj": (1, d),
+                 "mlp_res_norm": (d,), "mlp_res_proj": (1, d)}
+        if i + 1 in c["linear_attn_config"]["kda_layers"]:
+            layer |= {f"self_attn.{x}_proj": (H * D, d) for x in "qkvg"} | {f"self_attn.{x}_conv1d": (H * D, 1, 4) for x in "qkv"}
+            layer |= {"self_attn.f_a_proj": (D, d), "self_attn.f_b_proj": (H * D, D), "self_attn.b_proj": (H, d), "self_attn.o_norm": (D,),
+                      "self_attn.o_proj": (d, H * D)}
+            shapes |= {f"model.layers.{i}.self_attn.A_log": (H,), f"model.layers.{i}.self_attn.dt_bias": (H * D,)}
+        else:
+            layer |= {"self_attn.q_a_proj": (q, d), "self_attn.q_a_layernorm": (q,), "self_attn.q_b_proj": (H * (nope + rope), q),
+                      "self_attn.kv_a_proj_with_mqa": (R + rope, d), "self_attn.kv_a_layernorm": (R,), "self_attn.kv_b_proj": (H * (nope + V), R),
+                      "self_attn.g_proj": (H * V, d), "self_attn.o_proj": (d, H * V)}
+        if i < c["first_k_dense_replace"]:
+            layer |= {"mlp.gate_proj": (c["intermediate_size"], d), "mlp.up_proj": (c["intermediate_size"], d), "mlp.down_proj": (d, c["intermediate_size"])}
+        else:
+            moe, s = "block_sparse_moe.", c["num_shared_experts"] * m
+            layer |= {moe + "gate": (E, d), moe + "routed_expert_down_proj": (l, d), moe + "routed_expert_norm": (l,), moe + "routed_expert_up_proj": (d, l),
+                      moe + "shared_experts.gate_proj": (s, d), moe + "shared_experts.up_proj": (s, d), moe + "shared_experts.down_proj": (d, s)}
+            for e in range(E):
+                layer |= {f"{moe}experts.{e}.w1": (m, l), f"{moe}experts.{e}.w3": (m, l), f"{moe}experts.{e}.w2": (l, m)}
+            shapes[f"model.layers.{i}.{moe}gate.e_score_correction_bias"] = (E,)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return {name + ("" if name.endswith(("A_log", "_bias")) else ".weight"): shape for name, shape in shapes.items()}
+
+
+def released_tensors(c=TEXT, dtype=torch.float32, experts="plain", tail=0, seed=0):
+    """Random tensors, none of them near zero or alike, in the types of the release."""
+    g = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in released_shapes(c).items():
+        x = torch.randn(shape, generator=g)
+        kept = name.endswith(("A_log", "dt_bias", "correction_bias", "conv1d.weight", "o_norm.weight"))
+        x = 1 + 0.3 * x if "norm" in name else x * 0.4 if kept or "res_proj" in name else x * shape[-1] ** -0.5
+        if name.endswith("A_log"):
+            x = torch.cat([x, torch.zeros(tail)])
+        if ".experts." in name and experts == "mxfp4":
+            tensors[name + "_packed"] = torch.randint(0, 256, (shape[0], shape[1] // 2), generator=g, dtype=torch.uint8)
+            tensors[name + "_scale"] = torch.randint(122, 126, (shape[0], shape[1] // 32), generator=g, dtype=torch.uint8)
+        else:
+            tensors[name] = x if kept else x.to(dtype)
+    return tensors
+
+
+def write_released(folder, tensors, text=TEXT, prefix="language_model.", nested=True, files=1, vision=0):
+    folder.mkdir(exist_ok=True)
+    tensors = {prefix + name: x for name, x in tensors.items()}
+    tensors |= {f"vision_tower.blocks.{i}.weight": torch.ones(2, 3) for i in range(vision)} | ({"mm_projector.weight": torch.ones(4)} if vision else {})
+    names = sorted(tensors, key=lambda name: hashlib.md5(name.encode()).digest())                    # neighbours end up in different files
+    where = {name: f"model-{i % files + 1:05}-of-{files:05}.safetensors" if files > 1 else "model.safetensors" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        safetensors.torch.save_file({name: tensors[name] for name in names if where[name] == file}, folder / file)
+    if files > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": text} if nested else text))
+    return folder
+
+
+def released_logits(tensors, c, tokens):
+    """K3 token by token and head by head, in float64, out of tensors as they are named in the release. → (T, vocab)."""
+    w = {}
+    for name, x in tensors.items():
+        if name.endswith("_packed"):
+            x, scale = x.numpy(), tensors[name[:-6] + "scale"].numpy().astype(int)
+            values = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6])
+            x = np.stack([values[x & 15], values[x >> 4]], axis=-1).reshape(len(x), -1)               # low nibble first
+            w[name[:-7]] = torch.from_numpy(x * np.repeat(2.0 ** (scale - 127), 32, axis=1))
+        else:
+            w[name] = x.double()
+    d, H, eps, kda = c["hidden_size"], c["num_attention_heads"], c["rms_norm_eps"], c["linear_attn_config"]
+    T, sigmoid = len(tokens), torch.sigmoid
+    rms = lambda x, weight, eps=eps: x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+    def glu(x, gate, up, down):
+        b, lb = c["activation_situ_beta"], c["activation_situ_linear_beta"]
+        g, u = w[gate] @ x, w[up] @ x
+        return w[down] @ (b * torch.tanh(g / b) * sigmoid(g) * lb * torch.tanh(u / lb))
+
+    def mix(sources, name):                                                # (d) each
+        logits = torch.stack([rms(s, w[name + "_norm.weight"]) @ w[name + "_proj.weight"][0] for s in sources])
+        return sum(p * s for p, s in zip(logits.softmax(0), sources))
+
+    def kda_part(p, xs):
+        D, lines = kda["head_dim"], {x: [] for x in "qkv"}
+        for x in "qkv":
+            rows = [w[f"{p}{x}_proj.weight"] @ h for h in xs]
+            conv = w[f"{p}{x}_conv1d.weight"][:, 0]                        # (H·D, 4): the last column meets the token itself
+            for t in range(T):
+                y = sum(conv[:, 3 - j] * rows[t - j] for j in range(4) if t >= j)
+                lines[x].append((y * sigmoid(y)).view(H, D))
+        S, out = torch.zeros(H, D, D, dtype=torch.float64), []
+        for t, h in enumerate(xs):
+            q, k = (lines[x][t] / torch.sqrt((lines[x][t] ** 2).sum(-1, keepdim=True) + 1e-6) for x in "qk")
+            z = (w[p + "f_b_proj.weight"] @ (w[p + "f_a_proj.weight"] @ h) + w[p + "dt_bias"]).view(H, D)
+            g = kda["gate_lower_bound"] * sigmoid(torch.exp(w[p + "A_log"][:H])[:, None] * z)
+            beta, o = sigmoid(w[p + "b_proj.weight"] @ h), []
+            for n in range(H):
+                S[n] = torch.exp(g[n])[:, None] * S[n]
+                S[n] = S[n] + beta[n] * torch.outer(k[n], lines["v"][t][n] - S[n].T @ k[n])
+                o.append(rms(S[n].T @ q[n] * D ** -0.5, w[p + "o_norm.weight"]))
+            out.append(w[p + "o_proj.weight"] @ (sigmoid(w[p + "g_proj.weight"] @ h) * torch.cat(o)))
+        return out
+
+    def mla_part(p, xs):
+        nope, rope, V, R = (c[x] for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+        qs, ks, vs = [], [], []
+        for h in xs:
+            qs.append((w[p + "q_b_proj.weight"] @ rms(w[p + "q_a_proj.weight"] @ h, w[p + "q_a_layernorm.weight"], 1e-6)).view(H, nope + rope))
+            latent = w[p + "kv_a_proj_with_mqa.weight"] @ h
+            kv = (w[p + "kv_b_proj.weight"] @ rms(latent[:R], w[p + "kv_a_layernorm.weight"], 1e-6)).view(H, nope + V)
+            ks.append(torch.cat([kv[:, :nope], latent[R:].expand(H, rope)], 1))
+            vs.append(kv[:, nope:])
+        out = []
+        for t, h in enumerate(xs):
+            o = []
+            for n in range(H):
+                probs = torch.stack([qs[t][n] @ ks[s][n] for s in range(t + 1)]).mul((nope + rope) ** -0.5).softmax(0)
+                o.append(sum(prob * vs[s][n] for s, prob in enumerate(probs)))
+            out.append(w[p + "o_proj.weight"] @ (sigmoid(w[p + "g_proj.weight"] @ h) * torch.cat(o)))
+        return out
+
+    def moe_part(p, x):
+        score = sigmoid(w[p + "gate.weight"] @ x)
+        chosen = (score + w[p + "gate.e_score_correction_bias"]).topk(c["num_experts_per_token"]).indices.tolist()
+        z, u = w[p + "routed_expert_down_proj.weight"] @ x, 0
+        for e in chosen:
+            share = score[e] / (sum(score[j] for j in chosen) + 1e-20 if len(chosen) > 1 else 1) * c["routed_scaling_factor"]
+            u = u + share * glu(z, *(f"{p}experts.{e}.{name}.weight" for name in ("w1", "w3", "w2")))
+        shared = glu(x, *(f"{p}shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")))
+        return w[p + "routed_expert_up_proj.weight"] @ rms(u, w[p + "routed_expert_norm.weight"]) + shared
+
+    blocks, running = [[] for _ in range(T)], [w["model.embed_tokens.weight"][token] for token in tokens]
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        xs = [mix([*blocks[t], running[t]], p + "self_attention_res") if blocks[t] else running[t] for t in range(T)]
+        if i % c["attn_res_block_size"] == 0:
+            blocks, running = [[*blocks[t], running[t]] for t in range(T)], [0] * T
+        part = kda_part if i + 1 in kda["kda_layers"] else mla_part
+        running = [a + b for a, b in zip(running, part(p + "self_attn.", [rms(x, w[p + "input_layernorm.weight"]) for x in xs]))]
+        for t in range(T):
+            x = rms(mix([*blocks[t], running[t]], p + "mlp_res"), w[p + "post_attention_layernorm.weight"])
+            running[t] = running[t] + (glu(x, *(f"{p}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))) if i < c["first_k_dense_replace"]
+                                       else moe_part(p + "block_sparse_moe.", x))
+    return torch.stack([w["lm_head.weight"] @ rms(mix([*blocks[t], running[t]], "model.output_attn_res"), w["model.norm.weight"]) for t in range(T)])
+
+
+@pytest.mark.parametrize("make, write, changes", [
+    (dict(), dict(), {}), (dict(tail=126), dict(prefix=""), {}), (dict(dtype=torch.bfloat16), dict(files=4, vision=3), {}),
+    (dict(dtype=torch.bfloat16, experts="mxfp4", tail=14), dict(files=3), {}), (dict(experts="mxfp4"), dict(prefix="", nested=False, files=2), {}),
+    (dict(seed=1), dict(), dict(num_experts_per_token=1, attn_res_block_size=3)), (dict(seed=2), dict(), dict(first_k_dense_replace=0, num_shared_experts=1))])
+def test_released_logits(make, write, changes, tmp_path, capsys, monkeypatch):
+    text = {**TEXT, **changes}
+    tensors = released_tensors(text, **make)
+    write_released(tmp_path, tensors, text, **write)
+    tokens = torch.randint(0, 61, (19,), generator=torch.Generator().manual_seed(1))
+    truth = released_logits(tensors, text, tokens.tolist())
+    m = K3.from_pretrained(tmp_path, torch.float32)
+    assert error(m(tokens[None])[0][0], truth) < 2e-4 and not m.training
+    monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)
+    assert error(m.double()(tokens[None])[0][0], truth) < 1e-5             # A_log, dt_bias, convolutions and o_norm stay fp32
+    seen = capsys.readouterr()
+    assert (seen.err.count("\n") == 1 and "skipped 4 tensors" in seen.err) if "vision" in write else not seen.err + seen.out
+    own = K3.from_pretrained(tmp_path)
+    assert own.embed.weight.dtype == make.get("dtype", torch.float32) and own.layers[0].attn.A_log.dtype == torch.float32
+    assert torch.equal(own.layers[0].attn.A_log, tensors["model.layers.0.self_attn.A_log"][:2])
+
+
+def random_model(dtype=torch.float32, **changes):
+    """tiny_model with every parameter and router bias random."""
+    m = tiny_model(n_layer=5, mla_every=4, moe_intermediate_size=32, routed_expert_hidden_size=64, **changes)
+    with torch.no_grad():
+        for x in [*m.parameters(), *(layer.mlp.router_bias for layer in m.layers if isinstance(layer.mlp, moe.LatentMoE))]:
+            x.add_(0.1 * torch.randn_like(x))
+    return m.to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shard", [10**9, 30000])
+def test_import_of_an_export(dtype, shard, tmp_path):
+    """Bit for bit, in every dtype; and what was written is what the release calls it: the slow reading of the files gives the model's logits."""
+    m = random_model(dtype, router_bias_ema=0.5)
+    weights.save(m, tmp_path, shard_bytes=shard)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == 1 if shard == 10**9 else len(files) > 3 and max(p.stat().st_size for p in files) < 60000
+    n = K3.from_pretrained(tmp_path)
+    before, after = m.state_dict(), n.state_dict()
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]), name
+    assert {**dataclasses.asdict(n.config), "full_attn_layers": (), "router_bias_ema": 0.5} == dataclasses.asdict(m.config) and n.config.full_attn_layers == (4, 5)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    assert whole["architectures"] == ["KimiK3ForConditionalGeneration"] and "quantization_config" not in whole["text_config"]
+    tensors = {name.removeprefix("language_model."): x for p in files for name, x in safetensors.torch.load_file(p).items()}
+    assert {name: tuple(x.shape) for name, x in tensors.items()} == released_shapes(whole["text_config"])
+    idx = torch.randint(0, 61, (1, 11))
+    assert error(m.float()(idx)[0][0], released_logits(tensors, whole["text_config"], idx[0].tolist())) < 2e-4
+    m.save_pretrained(tmp_path, torch.bfloat16)                            # over the old one, of which no file stays
+    assert [p.name for p in tmp_path.glob("*.safetensors*")] == ["model.safetensors"] and not list(tmp_path.glob(".writing*"))
+    assert K3.from_pretrained(tmp_path, torch.float32).norm.weight.equal(m.bfloat16().norm.weight.float())
+    with pytest.raises(ValueError, match="attn_res"):
+        random_model(attn_res="full").save_pretrained(tmp_path / "no")
+    with pytest.raises(ValueError, match="float16"):
+        m.save_pretrained(tmp_path / "no", torch.float16)
+    with pytest.raises(ValueError, match="multiples"):
+        tiny_model().save_pretrained(tmp_path / "no", experts="mxfp4")
+
+
+def test_mxfp4_export(tmp_path):
+    m = random_model(qat="mxfp4")
+    m.save_pretrained(tmp_path / "a", torch.bfloat16)                      # trained for MXFP4: written in it
+    whole = json.loads((tmp_path / "a/config.json").read_text())
+    quantization = whole["text_config"]["quantization_config"]
+    assert quantization["quant_method"] == "compressed-tensors" and quantization["format"] == "mxfp4-pack-quantized"
+    tensors = safetensors.torch.load_file(tmp_path / "a/model.safetensors")
+    packed = tensors["language_model.model.layers.3.block_sparse_moe.experts.2.w1.weight_packed"]
+    assert packed.dtype == torch.uint8 and packed.shape == (32, 32) and "language_model.model.layers.3.block_sparse_moe.experts.2.w1.weight" not in tensors
+    n = K3.from_pretrained(tmp_path / "a")
+    for ours in ("w13", "w2"):                                             # what training saw is what is read back
+        assert torch.equal(getattr(n.layers[3].mlp, ours), moe._MXFP4.apply(getattr(m.layers[3].mlp, ours)).bfloat16())
+    idx = torch.randint(0, 61, (1, 30))
+    m.save_pretrained(tmp_path / "b", torch.float32)
+    assert torch.equal(K3.from_pretrained(tmp_path / "b")(idx)[0], m(idx)[0])
+    n.save_pretrained(tmp_path / "c", experts="mxfp4")                     # again: nothing changes any more
+    assert all(torch.equal(x, y) for x, y in zip(n.parameters(), K3.from_pretrained(tmp_path / "c").parameters()))
+    with torch.no_grad():
+        m.layers[2].mlp.w2[0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="layers.2.mlp.w2: .*finite"):
+        m.save_pretrained(tmp_path / "d")
+    assert not (tmp_path / "d/config.json").exists()
+
+
+def test_mxfp4():
+    values = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0.0, -.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(255, 1)                          # every byte with every scale
+    scale = torch.arange(255, dtype=torch.uint8).repeat_interleave(16).unsqueeze(1)
+    truth = torch.stack([values[packed.long() & 15], values[packed.long() >> 4]], -1).flatten(1) * 2.0 ** (scale.double() - 127)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = weights.mxfp4_decode(packed, scale, dtype)
+        assert x.dtype == dtype and ((x.double() == truth) | (truth.abs() >= 2.0 ** 128) & x.isinf()).all() and torch.equal(x.signbit(), truth.signbit())
+    with pytest.raises(ValueError, match="255"):
+        weights.mxfp4_decode(packed[:1], torch.full((1, 1), 255, dtype=torch.uint8))
+    for wrong in (scale[:, :0], scale[:5], scale.int(), scale[:, [0, 0]]):
+        with pytest.raises(ValueError, match="MXFP4"):
+            weights.mxfp4_decode(packed, wrong)
+
+    torch.manual_seed(0)
+    w = torch.randn(500, 64) * 2.0 ** torch.randint(-60, 60, (500, 1))
+    w[0] = 0
+    w[1, :10] = torch.tensor([6, .25, .75, 1.25, 1.75, 2.5, 3.5, 5, -0.0, -2.5])                      # halfway: to the even code
+    w[1, 10:] = 0
+    packed, scale = weights.mxfp4_encode(w)
+    assert packed.shape == (500, 32) and scale.shape == (500, 2) and packed.dtype == scale.dtype == torch.uint8
+    x = weights.mxfp4_decode(packed, scale)
+    assert x[1, :10].tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 0, -2] and x[1, 8].signbit() and packed[1, 0] == 7 and packed[1, 4] == 8 + 16 * 12
+    blocks, largest = w.double().view(500, 2, 32), w.double().view(500, 2, 32).abs().amax(-1)
+    step = 2.0 ** (scale.double() - 127)
+    assert (largest <= 6 * step).all() and (largest > 3 * step)[largest > 0].all()                     # the smallest scale that cuts nothing off
+    distance = (blocks.unsqueeze(-1) - step.view(500, 2, 1, 1) * values).abs().amin(-1)
+    off = (x.double().view(500, 2, 32) - blocks).abs()
+    assert torch.equal(off, distance)                                      # the nearest there is
+    assert (off <= step.unsqueeze(-1)).all() and (off <= largest.unsqueeze(-1) / 5).all() and (off.mean() / blocks.abs().mean() < 0.2)
+    again = weights.mxfp4_decode(*weights.mxfp4_encode(x))
+    assert torch.equal(again, x) and torch.equal(again.signbit(), x.signbit())
+    for extreme in (torch.full((1, 32), 2.5e38), torch.full((1, 32), 1e-44), torch.full((1, 32), 2.0 ** -126)):
+        y = weights.mxfp4_decode(*weights.mxfp4_encode(extreme))
+        assert y.isfinite().all() and (y - extreme).abs().max() <= max(2.0 ** -128, extreme.max() / 5)
+    assert moe._MXFP4.apply(torch.tensor([math.inf] + [1.0] * 31)).isinf().any() and moe._MXFP4.apply(torch.tensor([math.nan] + [1.0] * 31)).isnan().any()
+    for bad in (torch.full((1, 32), math.inf), torch.full((1, 32), 3.4e38), torch.full((1, 32), math.nan), torch.ones(1, 40)):
+        with pytest.raises(ValueError, match="MXFP4"):
+            weights.mxfp4_encode(bad)
+
+
+def test_qat():
+    """The forward is that of the rounded weights; their gradient reaches the weights as it is."""
+    m, rounded = random_model(qat="mxfp4").train(), random_model().train()
+    with torch.no_grad():
+        for layer in rounded.layers[1:]:
+            for w in (layer.mlp.w13, layer.mlp.w2):
+                w.copy_(weights.mxfp4_decode(*weights.mxfp4_encode(w)) if w.dim() == 2 else
+                        torch.stack([weights.mxfp4_decode(*weights.mxfp4_encode(x)) for x in w.flatten(0, -3)]).view(w.shape))
+    idx = torch.randint(0, 61, (2, 30))
+    losses = [x(idx, idx)[1] for x in (m, rounded)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses) and not torch.equal(m.layers[1].mlp.w2, rounded.layers[1].mlp.w2)
+    for (name, a), b in zip(m.named_parameters(), rounded.parameters()):
+        assert a.grad is b.grad is None or torch.equal(a.grad, b.grad), name
+    assert m.layers[1].mlp.w13.grad.abs().sum() > 0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert m(idx, idx)[1].isfinite()
+    with pytest.raises(ValueError, match="qat"):
+        K3Config(qat="int8")
+    with pytest.raises(ValueError, match="multiple of 32"):
+        K3Config(**TINY, qat="mxfp4")
+    optimizer = m.configure_optimizers(1e-3)
+    optimizer.step()                                                       # steps smaller than a code still add up in the weights
+    assert not torch.equal(m.layers[1].mlp.w2, random_model(qat="mxfp4").layers[1].mlp.w2)
+
+
+KDA_TEXT = TEXT["linear_attn_config"]
+
+
+@pytest.mark.parametrize("change, word", [
+    (dict(mla_use_nope=False), "mla_use_nope"), (dict(rope_scaling=dict(type="yarn", factor=4)), "rope_scaling"), (dict(hidden_act="silu"), "hidden_act"),
+    (dict(mla_use_nope=None), "mla_use_nope is missing"), (dict(hidden_act=None), "hidden_act is missing"), (dict(rms_norm_eps=0.0), "rms_norm_eps"),
+    (dict(num_expert_group=2), "num_expert_group"), (dict(topk_group=2), "topk_group"), (dict(moe_router_activation_func="softmax"), "moe_router_activation_func"),
+    (dict(moe_renormalize=False), "moe_renormalize"), (dict(moe_layer_freq=2), "moe_layer_freq"), (dict(tie_word_embeddings=True), "tie_word_embeddings"),
+    (dict(mla_use_output_gate=False), "mla_use_output_gate"), (dict(latent_moe_use_norm=False), "latent_moe_use_norm"), (dict(sliding_window=4096), "sliding_window"),
+    (dict(num_nextn_predict_layers=1), "num_nextn_predict_layers"), (dict(num_key_value_heads=1), "num_key_value_heads"), (dict(kv_lora_rank=None), "kv_lora_rank"),
+    (dict(num_shared_experts=0), "num_shared_experts"), (dict(num_experts=1 << 40), "num_experts"), (dict(num_hidden_layers=10**9), "num_hidden_layers"),
+    (dict(hidden_size="32"), "hidden_size"), (dict(hidden_size=True), "hidden_size"), (dict(rms_norm_eps="small"), "rms_norm_eps"), (dict(vocab_size=-5), "vocab_size"),
+    (dict(activation_situ_beta=0), "activation_situ_beta"), (dict(attn_res_block_size=None), "attn_res_block_size"), (dict(linear_attn_config=None), "linear_attn_config"),
+    (dict(moe_intermediate_size=20), "moe_intermediate_size"), (dict(num_experts=10**6), "gate.weight has shape"), (dict(num_hidden_layers=6), "kda_layers"),
+    (dict(linear_attn_config=KDA_TEXT | dict(gate_lower_bound=-8.0)), "gate_lower_bound"), (dict(linear_attn_config=KDA_TEXT | dict(gate_lower_bound=None)), "gate_lower_bound"),
+    (dict(linear_attn_config=KDA_TEXT | dict(use_full_rank_gate=False)), "use_full_rank_gate"), (dict(linear_attn_config=KDA_TEXT | dict(num_heads=4)), "num_heads"),
+    (dict(linear_attn_config=KDA_TEXT | dict(kda_layers=[1, 2])), "kda_layers"), (dict(linear_attn_config=KDA_TEXT | dict(full_attn_layers=[9])), "full_attn_layers"),
+    (dict(linear_attn_config=KDA_TEXT | dict(allow_neg_eigval=True)), "allow_neg_eigval"), (dict(quantization_config=dict(quant_method="fp8")), "quant_method"),
+    (dict(quantization_config=dict(quant_method="compressed-tensors", format="pack-quantized")), "format"), (dict(intermediate_size=49), "gate_proj|up_proj"),
+    (dict(quantization_config=dict(quant_method="compressed-tensors", format="mxfp4-pack-quantized", config_groups={"a": {"weights": {"num_bits": 4, "group_size": 16}}})), "group_size")])
+def test_configs_that_are_not_ours(change, word, tmp_path):
+    """Named, before any memory is spent on weights: nothing but headers may be read."""
+    text = {**TEXT, **change}
+    write_released(tmp_path, released_tensors(), {k: v for k, v in text.items() if v is not None})
+    with pytest.raises(ValueError, match=word) as caught:
+        K3.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_configs_that_are_ours(tmp_path):
+    """One of the layer lists is enough; a missing β₁ or scaling is 1, a missing β₂ no limit; and what transformers adds of its own changes nothing."""
+    write_released(tmp_path, released_tensors())
+    for drop in ("kda_layers", "full_attn_layers"):
+        text = TEXT | dict(linear_attn_config={k: v for k, v in KDA_TEXT.items() if k != drop}, rope_parameters=dict(rope_theta=1e4, rope_type="default"),
+                           id2label={"0": "LABEL_0"}, pruned_heads={}, chunk_size_feed_forward=0, return_dict=True, torch_dtype="bfloat16")
+        for name in ("activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor", "latent_moe_use_norm", "topk_group", "num_key_value_heads"):
+            text.pop(name)
+        (tmp_path / "config.json").write_text(json.dumps(dict(text_config=text, vision_config=dict(depth=3), media_placeholder_token_id=5)))
+        config = K3.from_pretrained(tmp_path).config
+        assert config.full_attn_layers == (4, 5) and config.situ_beta == 1 and config.situ_linear_beta is None and config.g_min == -4.5 and config.routed_scaling_factor == 1
+
+
+def test_every_tensor_is_used_once(tmp_path):
+    tensors = released_tensors(tail=3)
+    for name in [name for name in tensors if ".experts." not in name or ".experts.7." in name]:
+        write_released(tmp_path, {k: v for k, v in tensors.items() if k != name})
+        with pytest.raises(ValueError, match=f"tensor {name} missing"):
+            K3.from_pretrained(tmp_path)
+    mx, k = released_tensors(experts="mxfp4"), "model.layers.2.block_sparse_moe.experts.5.w2.weight"
+    for change, word in [
+            ({"model.layers.0.self_attn.g_a_proj.weight": torch.ones(2, 2)}, "g_a_proj.weight belongs to no"), ({"model.layers.5.mlp_res_norm.weight": torch.ones(32)}, "layers.5"),
+            ({"model.layers.1.self_attn.o_norm.weight": torch.ones(8)}, r"o_norm.weight has shape \[8\], expected \[16\]"), ({"model.norm.weight": torch.ones(1, 32)}, "model.norm"),
+            ({"model.layers.1.block_sparse_moe.experts.0.w1.weight": torch.ones(64, 32)}, "w1"), ({"model.layers.0.mlp_res_proj.weight": torch.ones(32)}, "mlp_res_proj"),
+            ({"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32, dtype=torch.float16)}, "q_proj.weight is F16"),
+            ({"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32).bfloat16()}, "q_proj.weight is BF16"),
+            ({"model.layers.0.self_attn.A_log": torch.ones(2).bfloat16()}, "A_log is BF16"), ({"model.layers.0.self_attn.q_conv1d.weight": torch.ones(32, 1, 4).bfloat16()}, "conv1d"),
+            ({"model.layers.1.block_sparse_moe.gate.e_score_correction_bias": torch.ones(8).bfloat16()}, "correction_bias is BF16"),
+            ({"model.layers.0.self_attn.A_log": torch.tensor([.1, .2, 0, 0, 1e-30])}, "A_log is 5 long.*tail is not zero"),
+            ({"model.layers.0.self_attn.A_log": torch.tensor([.1, .2, math.nan])}, "tail is not zero"), ({"model.layers.0.self_attn.A_log": torch.ones(1)}, "A_log has shape"),
+            ({"language_model.model.norm.weight": torch.ones(32)}, "with language_model. before it and without"), ({k + "_packed": mx[k + "_packed"]}, "w2.weight_scale missing"),
+            ({k + "_packed": mx[k + "_packed"], k + "_scale": mx[k + "_scale"]}, "w2.weight belongs to no"), ({k + "_scale": mx[k + "_scale"]}, "w2.weight_scale belongs")]:
+        write_released(tmp_path, tensors | change, prefix="")
+        with pytest.raises(ValueError, match=word) as caught:
+            K3.from_pretrained(tmp_path)
+        assert "\n" not in str(caught.value)
+    for change, word in [({k + "_packed": mx[k + "_packed"][:, :8].contiguous()}, "weight_packed has shape"), ({k + "_scale": mx[k + "_scale"][:5].contiguous()}, "weight_scale has shape"),
+                         ({k + "_scale": mx[k + "_scale"].int()}, "weight_scale is I32"), ({k + "_packed": mx[k + "_packed"].view(torch.int8)}, "weight_packed is I8"),
+                         ({k + "_scale": torch.full_like(mx[k + "_scale"], 255)}, "w2.weight_packed: MXFP4: a scale is 255")]:
+        write_released(tmp_path, mx | change)
+        with pytest.raises(ValueError, match=word):
+            K3.from_pretrained(tmp_path)
+
+
+def test_index_and_files(tmp_path, monkeypatch):
+    tensors = released_tensors()
+    a, index = write_released(tmp_path / "a", tensors, files=3), "model.safetensors.index.json"
+    where = json.loads((a / index).read_text())["weight_map"]
+    first = next(iter(where))
+    (tmp_path / "model-00001-of-00003.safetensors").write_bytes((a / where[first]).read_bytes())
+    for change, word in [({first: "../model-00001-of-00003.safetensors"}, "of this folder"), ({first: str(a / where[first])}, "of this folder"), ({first: "x.bin"}, "of this folder"),
+                         ({first: "absent.safetensors"}, "absent.safetensors is missing"), ({"made.up": where[first]}, "made.up is missing"), ({first: 5}, "weight_map"),
+                         ({first: next(f for f in where.values() if f != where[first])}, "the index has it in"), ({first: "a/../" + where[first]}, "of this folder")]:
+        (a / index).write_text(json.dumps(dict(weight_map=where | change)))
+        with pytest.raises((ValueError, FileNotFoundError), match=word):
+            K3.from_pretrained(a)
+    (a / index).write_text(json.dumps(dict(weight_map={k: v for k, v in where.items() if k != first})))
+    with pytest.raises(ValueError, match="no file"):
+        K3.from_pretrained(a)
+    (a / index).write_text('{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}')
+    with pytest.raises(ValueError, match="twice"):
+        K3.from_pretrained(a)
+    (a / index).write_text(json.dumps(dict(weight_map=where)))
+    assert torch.equal(K3.from_pretrained(a).norm.weight, tensors["model.norm.weight"])
+    (a / "old.safetensors").write_bytes((a / where[first]).read_bytes())
+    with pytest.raises(ValueError, match="old.safetensors is not in"):
+        K3.from_pretrained(a)
+    (a / index).unlink()                                                   # without an index: every file, and no tensor twice
+    with pytest.raises(ValueError, match="is in .* and in"):
+        K3.from_pretrained(a)
+    (a / "old.safetensors").unlink()
+    assert torch.equal(K3.from_pretrained(a).norm.weight, tensors["model.norm.weight"])
+    for folder, word in ((tmp_path / "none", "no folder"), (tmp_path, "config.json")):
+        with pytest.raises(FileNotFoundError, match=word):
+            K3.from_pretrained(folder)
+    (tmp_path / "config.json").write_text(json.dumps(TEXT))
+    (tmp_path / "model-00001-of-00003.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="never read"):
+        K3.from_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)            # not installed
+    with pytest.raises(ValueError, match="pip install safetensors"):
+        K3.from_pretrained(a)
+
+
+def test_hostile_files(tmp_path):
+    """Sizes and offsets are checked before anything is made of them: an error in one line, no crash, no large allocation."""
+    write_released(tmp_path, released_tensors(tail=3), prefix="")
+    path, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole, plain = path.read_bytes(), config.read_text()
+    length = int.from_bytes(whole[:8], "little")
+    header, data = json.loads(whole[8:8 + length]), whole[8 + length:]
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def rewritten(change):
+        text = json.dumps({**header, name: {**header[name], **change}}).encode()
+        return len(text).to_bytes(8, "little") + text + data
+    a, b = header[name]["data_offsets"]
+    most = 0 if not Path("/proc/self/status").exists() else int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    hostile = [b"", whole[:5], whole[:8], whole[:200], whole[:-1], whole + b"\0", (1 << 63).to_bytes(8, "little") + whole[8:], (2**64 - 1).to_bytes(8, "little") + whole[8:],
+               (len(whole) + 1).to_bytes(8, "little") + whole[8:], (0).to_bytes(8, "little") + whole[8:], b"\x80\x04\x95" + whole, (100).to_bytes(8, "little") + b"[" * 100,
+               (1 << 20).to_bytes(8, "little") + b"[" * (1 << 20), (10).to_bytes(8, "little") + b'{"a":12345', (9).to_bytes(8, "little") + b'{"a": NaN', (4).to_bytes(8, "little") + b"null",
+               (2).to_bytes(8, "little") + b"{}", (16).to_bytes(8, "little") + b'{"a":1, "a": 2}' + b" ",
+               *(rewritten(change) for change in (
+                   dict(data_offsets=[a, b + 4]), dict(data_offsets=[a + 4, b + 4]), dict(data_offsets=[b, a]), dict(data_offsets=[-4, b - a - 4]), dict(data_offsets=[0, b - a]),
+                   dict(data_offsets=[1 << 62, (1 << 62) + b - a]), dict(data_offsets=[a]), dict(data_offsets="ab"), dict(data_offsets=[a, None]), dict(data_offsets=[float(a), b]),
+                   dict(shape=[1 << 40, 1 << 40]), dict(shape=[-32, -32]), dict(shape=[32]), dict(shape=[32, 32.0]), dict(shape=[32, True]), dict(shape=[1] * 100 + [32, 32]),
+                   dict(shape=32), dict(shape=[10**30, 0]), dict(dtype="F32 "), dict(dtype="PICKLE"), dict(dtype=["F32"]), dict(dtype="F64"), dict(extra=1)))]
+    for content in hostile:
+        path.write_bytes(content)
+        with pytest.raises(ValueError) as caught:
+            K3.from_pretrained(tmp_path)
+        assert ("model.safetensors" in str(caught.value) or content[8:10] == b"{}") and "\n" not in str(caught.value) and len(str(caught.value)) < 800, caught.value
+    rng = random.Random(0)
+    for _ in range(300):                                                   # any bytes of the header, or any cut: read to the same shapes, or refused
+        content = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 3])):
+            content[rng.randrange(8 + length)] = rng.choice(b'0123456789{}[]",:aF\\ \x00\xff')
+        path.write_bytes(content if rng.random() < 0.8 else content[:rng.randrange(len(content))])
+        try:
+            assert K3.from_pretrained(tmp_path).num_params() > 0
+        except ValueError as error:
+            assert "\n" not in str(error)
+    path.write_bytes(whole)
+    for _ in range(300):
+        text = list(plain)
+        for _ in range(rng.choice([1, 2, 5])):
+            text[rng.randrange(len(text))] = rng.choice('0123456789{}[]",:a-.e ')
+        config.write_text("".join(text) if rng.random() < 0.9 else "".join(text[:rng.randrange(len(text))]))
+        try:
+            assert K3.from_pretrained(tmp_path).num_params() > 0
+        except ValueError as error:
+            assert "\n" not in str(error)
+    for text in ("[" * 10**6, "5", "{" * 10**5, '{"text_config": []}', '{"vocab_size": 1e999}', "\udcff", '{"vocab_size": ' + "9" * 5000 + "}", ""):
+        config.write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ValueError, match="config.json"):
+            K3.from_pretrained(tmp_path)
+    config.write_text(plain)
+    with open(config, "ab") as file:
+        file.truncate(1 << 34)                                             # sparse: 16 GB that must not be read
+    with pytest.raises(ValueError, match="at most"):
+        K3.from_pretrained(tmp_path)
+    if most:
+        assert int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) - most < 60 << 10
+
+
+LOADING = """
+import sys, time
+from pathlib import Path
+import torch, safetensors.torch
+import weights
+from model import K3, K3Config
+torch.set_num_threads(1)
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+config = K3Config(vocab_size=16384, n_layer=4, n_embd=1024, n_head=8, q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
+                  intermediate_size=2048, num_experts=24, num_experts_per_token=4, moe_intermediate_size=512, routed_expert_hidden_size=512)
+if kind == "write":
+    with torch.device("meta"):
+        model = K3(config).bfloat16()
+    model.to_empty(device="cpu")
+    for x in [*model.parameters(), *model.buffers()]:
+        x.data.fill_(0.01)
+    weights.save(model, folder / "bf16", shard_bytes=130 * 10**6)
+    weights.save(model, folder / "mxfp4", experts="mxfp4")
+    sys.exit()
+memory = lambda name: int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) * 1024
+K3(K3Config(n_layer=1))                                                    # what the first model costs is not loading
+before = memory("VmRSS")
+model = K3.from_pretrained(folder)
+size, peak = sum(x.nbytes for x in [*model.parameters(), *model.buffers()]), memory("VmHWM") - before
+assert all((x == x.flatten()[0]).all() for x in model.parameters()) and abs(model.layers[2].mlp.w2[5, 7, 9] - 0.01) < 2e-3
+files, best = sorted(folder.glob("*.safetensors")), {}
+for _ in range(4):
+    for what in ("read", "load"):
+        model = None
+        began = time.perf_counter()
+        model = [path.read_bytes() for path in files] if what == "read" else K3.from_pretrained(folder)
+        best[what] = min(best.get(what, 1e9), time.perf_counter() - began)
+total = sum(path.stat().st_size for path in files)
+print(total / 1e6, size / 1e6, peak / size, total / best["read"] / 1e9, total / best["load"] / 1e9)
+"""
+
+
+def test_loading_memory_and_rate(tmp_path):
+    """Peak resident memory over that before, against the model; the rate against reading the same files in one go, the best of four each."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc")
+    run = lambda *arguments: subprocess.run([sys.executable, "-c", LOADING, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run(tmp_path, "write")
+    assert done.returncode == 0, done.stderr
+    for kind in ("bf16", "mxfp4"):
+        done = run(tmp_path / kind, "load")
+        assert done.returncode == 0, done.stderr
+        total, size, peak, read, load = map(float, done.stdout.split())
+        print(f"\n{kind}: {total:.0f} MB of files, model {size:.0f} MB, peak {peak:.3f} of it; read {read:.2f} GB/s, load {load:.2f} GB/s, {load / read:.0%}")
+        assert size > 150 and peak < 1.2
+        assert load / read > (0.1 if kind == "mxfp4" else 0.4)             # 0.7 and more on a quiet machine; decoding is work, not reading
+
+
+def test_k3_tokenizer_as_configured(tmp_path):
+    """Special ids and names as the files give them; the gaps get reserved names; the vocabulary is the config's."""
+    path = k3_file(tmp_path)                                               # 300 ranks
+    decoder = {"300": {"content": "[BOS]", "special": True}, "302": {"content": "<|eom|>"}, "310": {"content": "<|tool|>"}, "555": {"content": "[PAD]"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(added_tokens_decoder=decoder, bos_token="[BOS]")))
+    (tmp_path / "config.json").write_text(json.dumps(dict(text_config=TEXT | dict(vocab_size=556, bos_token_id=300, eos_token_id=302, pad_token_id=555))))
+    enc = tokenizer.from_file(path)
+    assert enc.n_vocab == 556 and enc.decode([300, 301, 302, 303, 309, 310, 555]) == "[BOS][EOS]<|eom|><|open|><|reserved_token_309|><|tool|>[PAD]"
+    assert len({enc.decode_single_token_bytes(i) for i in range(556)}) == 556 and enc._pat_str == tokenizer.K3_PATTERN and weights.end_ids(tmp_path) == {302}
+    text = "[BOS]天地玄黄<|eom|> <|tool|>\n"
+    ids = tokenizer.encode(enc, text).tolist()                             # documents are ordinary text
+    assert max(ids) < 300 and enc.decode(ids) == text
+    for file, content, word in [("config.json", dict(vocab_size=556, eos_token_id=700), "eos_token_id = 700"), ("config.json", [], "config.json"),
+                                ("tokenizer_config.json", dict(added_tokens_decoder={"7": {"content": "[BOS]"}}), "distinct"),
+                                ("tokenizer_config.json", dict(added_tokens_decoder={"x": {"content": "[BOS]"}}), "added_tokens_decoder"),
+                                ("tokenizer_config.json", dict(added_tokens_decoder={"300": {"content": "a"}, "301": {"content": "a"}}), "added_tokens_decoder"),
+                                ("tokenizer_config.json", dict(added_tokens_decoder=[1]), "added_tokens_decoder"), ("tokenizer_config.json", dict(pat_str=5), "pat_str"),
+                                ("tokenizer_config.json", dict(pat_str="("), "its pattern is '.'")]:
+        whole = (tmp_path / file).read_text()
+        (tmp_path / file).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=word):
+            tokenizer.from_file(path)
+        (tmp_path / file).write_text(whole)
+    ranks = "".join(f"{base64.b64encode(bytes([i]) if i < 256 else i.to_bytes(3, 'big')).decode()} {i}\n" for i in range(163584))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/tiktoken.model").write_text(ranks)                   # as many ranks as K3 has
+    (tmp_path / "full/config.json").write_text(json.dumps(dict(text_config=dict(vocab_size=163840, bos_token_id=163584, eos_token_id=163586, pad_token_id=163839))))
+    enc = tokenizer.from_file(tmp_path / "full/tiktoken.model")
+    assert enc.n_vocab == 163840 and enc.decode([163584, 163585, 163586, 163600, 163839]) == "[BOS][EOS]<|end_of_msg|><|reserved_token_163600|>[PAD]"
+    assert tokenizer.special_ids(enc) == dict(bos_token_id=163584, eos_token_id=163586, pad_token_id=163839)
+
+
+@pytest.mark.parametrize("which", ["bytes", "bpe", "k3"])
+def test_tokenizer_travels_with_weights(which, tmp_path):
+    enc = tokenizer.make(str(k3_file(tmp_path)) if which == "k3" else which, [PLAY * 9], 400)
+    m = random_model(vocab_size=enc.n_vocab + 3)                           # padded: the padding gets no token
+    m.tokenizer = enc
+    m.save_pretrained(tmp_path / "a")
+    n = K3.from_pretrained(tmp_path / "a")
+    d, twin = tokenizer.to_dict(enc), tokenizer.to_dict(n.tokenizer)
+    assert twin | dict(name=d["name"]) == d and n.tokenizer.n_vocab == enc.n_vocab
+    text = random_text(3) + "[EOS]<|endoftext|>中文"
+    assert n.tokenizer.encode_ordinary(text) == enc.encode_ordinary(text)
+    settings = json.loads((tmp_path / "a/tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "TikTokenTokenizer" and len(settings["added_tokens_decoder"]) == len(d["special"])
+    whole, generation = (json.loads((tmp_path / "a" / file).read_text()) for file in ("config.json", "generation_config.json"))
+    end = d["special"]["<|end_of_msg|>" if which == "k3" else "<|endoftext|>"]
+    assert whole["eos_token_id"] == whole["text_config"]["eos_token_id"] == generation["eos_token_id"] == end and weights.end_ids(tmp_path / "a") == {end}
+    with pytest.raises(ValueError, match="vocabulary of 61"):
+        random_model().save_pretrained(tmp_path / "b", tokenizer=enc)
+    n.save_pretrained(tmp_path / "c")                                      # and goes on with it
+    assert (tmp_path / "c/tiktoken.model").read_bytes() == (tmp_path / "a/tiktoken.model").read_bytes()
+
+
+def test_sample_and_fine_tune_released_weights(house, monkeypatch, capsys):
+    sizes = ["--moe_intermediate_size=32", "--routed_expert_hidden_size=32", "--qat=mxfp4"]
+    assert run_train(house, "--steps=3", "--out_dir=out/w", "--lr=0.02", *sizes).returncode == 0
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(prepare, "HERE", house / "data")
+    weights.main(["out/w", "released"])
+    assert "wrote released: config.json, generation_config.json, model.safetensors, tiktoken.model" in capsys.readouterr().out
+    assert json.loads(Path("released/config.json").read_text())["text_config"]["quantization_config"]         # qat decided
+    texts = []
+    for source in ("--out_dir=out/w", "--from=released"):
+        sample_py.main([source, "--device=cpu", "--temperature=0", "--max_new_tokens=12", "--prompt=HAM"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("HAM")
+
+    checkpoint = train.load_checkpoint("out/w")
+    own = K3(K3Config(**checkpoint["config"]))
+    own.load_state_dict(checkpoint["model"])
+    given = train.read_arguments([*PLAIN, *sizes, "--init_from=released", "--mla_every=4", "--full_attn_layers=(2,)"])[0]
+    theirs = train.load_released("released", given, tokenizer.make("bytes"))
+    idx = torch.randint(0, 256, (1, 20))
+    assert theirs.config.qat == "mxfp4" and theirs.config.n_embd == 32 and theirs.lm_head.weight.dtype == torch.float32
+    assert torch.equal(own.eval()(idx)[0], theirs(idx)[0])
+    machine = ["--batch_size=2", "--context=24", "--log_every=1", "--eval_batches=2", "--device=cpu"]
+    done = run_train(house, "--steps=2", "--out_dir=out/fine", "--init_from=released", "--lr=0.001", *machine, plain=False)
+    assert done.returncode == 0 and "done: 2 updates" in done.stdout, done.stderr
+    saved = train.load_checkpoint("out/fine")
+    assert saved["config"]["n_embd"] == 32 and saved["config"]["qat"] == "" and saved["settings"]["init_from"] == "released"
+    Path("released").rename("moved")                                       # a checkpoint needs the folder no more
+    done = run_train(house, "--resume", "--out_dir=out/fine", "--steps=3", plain=False)
+    assert done.returncode == 0 and "done: 3 updates" in done.stdout, done.stderr
+    for arguments, word in [(["--n_embd=64"], "n_embd = 64"), (["--num_experts=8"], "num_experts = 8"), (["--g_min=-4.0"], "g_min"), (["--mla_every=1"], "mla_every = 1"),
+                            (["--vocab_size=300"], "vocab_size"), (["--attn_res=full"], "attn_res"), (["--init_from=absent"], "config.json")]:
+        with pytest.raises((ValueError, OSError), match=word):
+            train.train(["--data=play", "--init_from=moved", "--device=cpu", *arguments])
+    with pytest.raises(ValueError, match="--tokenizer=moved/tiktoken.model"):
+        train.load_released("moved", {}, tokenizer.train_bpe([PLAY * 9], 257))
+    Path("moved/tiktoken.model").unlink()
+    for arguments, word in [(["--from=moved"], "no tiktoken.model in moved"), (["--from=moved", "--out_dir=out/w"], "give one"), (["--from=absent"], "no folder absent")]:
+        with pytest.raises((ValueError, OSError), match=word):
+            sample_py.main(["--device=cpu", *arguments])
+    for arguments, word in [(["out/w"], "expected: python weights.py"), (["out/w", "x", "--dtype=int8"], "expected: python weights.py"), (["out/w", "x", "--fast"], "unknown option")]:
+        with pytest.raises(ValueError, match=word):
+            weights.main(arguments)
+    refused(subprocess.run([sys.executable, "model.py", "absent"], capture_output=True, text=True), "no config.json in absent")
+
+
+def test_describe(tmp_path, capsys, monkeypatch):
+    k3 = weights.released_config(K3Config.k3(), torch.bfloat16, "mxfp4", {})
+    (tmp_path / "config.json").write_text(json.dumps(k3))                  # the released model, without its weights
+    assert K3Config.k3() == dataclasses.replace(weights.read_config(tmp_path)[0], mla_every=4)
+    monkeypatch.setattr(sys, "argv", ["model.py", str(tmp_path)])
+    runpy.run_path(str(ROOT / "model.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    for figure in ("93 layers, 69 KDA and 24 MLA", "896 experts, 16 for a token", "2,779,484,476,000 in all", "104,189,612,640 active", "5.559 TB in bf16, 1.56 TB with", "8,192", "131,072", "1,048,576", "434.1 MB", "28.99 GB"):
+        assert figure in out, (figure, out)
+    write_released(tmp_path / "tiny", released_tensors(experts="mxfp4"))
+    weights.describe(tmp_path / "tiny")
+    assert f"{K3.from_pretrained(tmp_path / 'tiny').num_params():,} in all" in capsys.readouterr().out

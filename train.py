@@ -4,6 +4,7 @@ Train a K3.
     python train.py config/shakespeare.py                       settings from a file, plain `name = value` lines
     python train.py config/shakespeare.py --lr=2e-3 --steps=500     and from the command line, which wins
     python train.py config/shakespeare.py --resume              go on where the last checkpoint stopped, bit for bit on the same CPU
+    python train.py --init_from=FOLDER --data=mine --lr=1e-3    fine-tune released weights (weights.py); the sizes are the folder's
     python train.py --help                                      all settings and their defaults
 
 Settings are the fields of Settings (below) and of K3Config (model.py), in one flat list. A run writes out/NAME/:
@@ -25,12 +26,13 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import weights
 from data import prepare, tokenizer
 from model import K3, K3Config
 
@@ -40,6 +42,7 @@ class Settings:
     # what to train on, and where to
     data: str = "shakespeare"          # a folder in data/ that prepare.py made
     out_dir: str = ""                  # "": out/ and the name of the config file
+    init_from: str = ""                # a folder of released weights to start from; "": anew. Data: --tokenizer=FOLDER/tiktoken.model
     seed: int = 1
     # a step: grad_accum micro-batches of batch_size sequences of `context` tokens
     batch_size: int = 16
@@ -143,6 +146,26 @@ def make_settings(given, enc):
         raise ValueError(f"context_stages = {settings.context_stages}: expected (part of the run, context) pairs that start at 0 and ascend, "
                          f"each context dividing batch_size · context = {settings.batch_size * settings.context}, the last one context = {settings.context}")
     return settings, config
+
+
+def load_released(folder, given, enc):
+    """The model of --init_from, in fp32. Its sizes are the folder's: a setting that says otherwise is refused, and so is another tokenizer."""
+    config = weights.read_config(Path(folder))[0]
+    training = {k: v for k, v in given.items() if k in ("qat", "router_bias_ema")}
+    layers = {k: v for k, v in given.items() if k in ("mla_every", "full_attn_layers")}                # two ways to say the same
+    theirs = asdict(config) | dict.fromkeys(layers, [i + 1 for i in range(config.n_layer) if config.is_mla(i)])
+    for name, value in given.items():
+        if name in layers:
+            other = replace(config, **{"full_attn_layers": (), **layers})
+            value = [i + 1 for i in range(config.n_layer) if other.is_mla(i)]
+        if name in theirs and name not in training and value != theirs[name]:
+            raise ValueError(f"{name} = {given[name]!r}, but the weights in {folder} have {theirs[name]!r}; leave it out")
+    model = K3.from_pretrained(folder, torch.float32, **training)
+    kinds = [tokenizer.to_dict(x) for x in (enc, model.tokenizer or enc)]
+    if any(kinds[0][key] != kinds[1][key] for key in ("pattern", "ranks", "special")):
+        raise ValueError(f"the data were prepared with tokenizer {enc.name}, not with that of {folder}; prepare them with "
+                         f"--tokenizer={folder}/tiktoken.model")
+    return model
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -312,13 +335,14 @@ def train(arguments):
         out_dir = given.get("out_dir") or f"out/{stem or given.get('data', Settings.data)}"
         saved = load_checkpoint(out_dir)
         for name, value in given.items():
-            before = {**saved["settings"], **saved["config"]}[name]
+            before = {**saved["settings"], **saved["config"]}.get(name)
             if name not in FREE and before != value:
                 raise ValueError(f"{name} = {value!r}, but the run in {out_dir} has {before!r}; leave it out to resume, or start a new run")
         given = {**saved["settings"], **saved["config"], **{k: v for k, v in given.items() if k in FREE}, "out_dir": out_dir}
     folder = prepare.HERE / given.get("data", Settings.data)
     meta, enc = prepare.load_meta(folder)
-    settings, config = make_settings(given, enc)
+    model = load_released(given["init_from"], given, enc) if given.get("init_from") and not saved else None
+    settings, config = make_settings({**given, **asdict(model.config)} if model else given, enc)
     identity = dict(sha256=meta["sha256"], train_tokens=meta["train_tokens"], val_tokens=meta["val_tokens"])
     if saved and (saved["data"] != identity or saved["tokenizer"] != tokenizer.to_dict(enc)):
         raise ValueError(f"data = {settings.data!r} is not what {given['out_dir']} was trained on (another text, tokenizer or split); prepare that "
@@ -332,7 +356,7 @@ def train(arguments):
     device, dtype, peak = set_up_machine(settings)
     autocast = torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32)
     torch.manual_seed(settings.seed)
-    model = K3(config).to(device)
+    model = (model or K3(config)).train().to(device)
     optimizer = model.configure_optimizers(settings.lr, settings.weight_decay)
     step, seconds, saved_at = 0, 0.0, -1                                   # finished updates; time spent on them; the update last saved
     out_dir = Path(settings.out_dir or f"out/{stem or settings.data}")

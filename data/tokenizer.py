@@ -36,8 +36,9 @@ K3_PATTERN = "|".join([r"[\p{Han}]+", WORD % f"{UPPER}*{LOWER}+", WORD % f"{UPPE
 K3_SPECIAL = {"[BOS]": 0, "[EOS]": 1, "<|end_of_msg|>": 2, "<|open|>": 3, "<|close|>": 4, "<|sep|>": 5, "[UNK]": 254, "[PAD]": 255}
 
 
-def build(name, pattern, ranks, special):
-    """The one place that makes an Encoding. Every id from 0 to n_vocab - 1 gets a token, so a model can never sample one without."""
+def build(name, pattern, ranks, special, size=0):
+    """The one place that makes an Encoding. Every id from 0 to n_vocab - 1 (size - 1, if that is more) gets a token, so a model can never
+    sample one without."""
     missing = [b for b in range(256) if bytes([b]) not in ranks]
     if missing:
         shown = " ".join(f"{b:02x}" for b in missing[:8]) + (" ..." if len(missing) > 8 else "")
@@ -46,8 +47,11 @@ def build(name, pattern, ranks, special):
     used = {*ranks.values(), *special.values()}
     if len(used) < len(ranks) + len(special) or min(used) < 0 or max(used) >= 1 << 20:
         raise ValueError(f"tokenizer {name}: its ids must be distinct and between 0 and {(1 << 20) - 1}; the file is spoiled or cut short")
-    reserved = {f"<|reserved_token_{i}|>": i for i in range(max(used)) if i not in used}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={**special, **reserved})
+    reserved = {f"<|reserved_token_{i}|>": i for i in range(max(max(used), size - 1) + 1) if i not in used}
+    try:
+        return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={**special, **reserved})
+    except ValueError as error:
+        raise ValueError(f"tokenizer {name}: its pattern is {pattern[:80]!r} ({str(error).splitlines()[0][:100]}); the file is spoiled") from None
 
 
 def train_bpe(texts, vocab_size):
@@ -94,10 +98,61 @@ def from_file(path):
         return from_dict({**json.loads(meta.read_text(encoding="utf-8")).get("tokenizer", {}), "ranks": text})
     ranks = parse_ranks(text, path)
     if path.suffix == ".model":
-        first = max(ranks.values(), default=-1) + 1
-        return build("k3", K3_PATTERN, ranks, {name: first + i for name, i in K3_SPECIAL.items()})
+        return released(path, ranks)
     end = min(set(range(len(ranks) + 1)).difference(ranks.values()))   # the first free id, as in GPT-2
     return build(path.stem, GPT2_PATTERN if "gpt2" in path.name or "50k" in path.name else PATTERN, ranks, {END: end})
+
+
+def released(path, ranks):
+    """
+    K3's tiktoken.model. Special tokens are those that tokenizer_config.json beside it names, at the ids it gives; then those of K3_SPECIAL
+    whose name and id are free. The vocabulary is that of config.json beside it, without one the ranks and 256 more, and its gaps are filled.
+    """
+    first, beside = max(ranks.values(), default=-1) + 1, {}
+    for file in (path.with_name("tokenizer_config.json"), path.with_name("config.json")):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and file.stat().st_size < 16 << 20 else {}
+            beside[file.name] = content | (content["text_config"] if isinstance(content.get("text_config"), dict) else {})
+        except (ValueError, AttributeError, RecursionError):
+            raise ValueError(f"{file} is no JSON object; the file is cut short or spoiled, fetch it again") from None
+    config, settings, where = beside["config.json"], beside["tokenizer_config.json"], path.with_name("tokenizer_config.json")
+    try:
+        given = {token["content"]: int(i) for i, token in settings.get("added_tokens_decoder", {}).items()}
+        if len(given) < len(settings.get("added_tokens_decoder", {})) or not all(isinstance(name, str) and name for name in given):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{where}: expected added_tokens_decoder from ids to distinct contents; fetch it again") from None
+    pattern = settings.get("pat_str")                   # written by write_model, with all special tokens; K3's file has none
+    if pattern is not None:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{where}: pat_str is {str(pattern)[:80]}, expected a pattern; write it anew")
+        return build("released", pattern, ranks, given)
+    vocab = config.get("vocab_size")
+    vocab = vocab if type(vocab) is int and first <= vocab <= 1 << 20 else first + 256
+    free = {name: first + i for name, i in K3_SPECIAL.items() if name not in given and first + i not in given.values() and first + i < vocab}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if type(config.get(name)) is int and not 0 <= config[name] < vocab:
+            raise ValueError(f"{path.with_name('config.json')}: {name} = {config[name]}, expected an id below {vocab}; fetch the files again")
+    return build("k3", K3_PATTERN, ranks, {**given, **free}, vocab)
+
+
+def special_ids(enc):
+    """For the configs of released weights: the ids that begin a text, end it, and pad it."""
+    tokens, end = enc._special_tokens, end_of_text(enc)
+    return dict(bos_token_id=tokens.get("[BOS]", end), eos_token_id=tokens.get("<|end_of_msg|>", end), pad_token_id=tokens.get("[PAD]", end))
+
+
+def write_model(enc, folder):
+    """tiktoken.model and tokenizer_config.json, as K3 has them; from_file(folder/tiktoken.model) gives the same tokenizer again."""
+    d, ids = to_dict(enc), special_ids(enc)
+    (folder / "tiktoken.model").write_text(d["ranks"], encoding="utf-8")
+    plain = dict(lstrip=False, rstrip=False, single_word=False, normalized=False, special=True)
+    names = {i: name for name, i in d["special"].items()}
+    content = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+               "added_tokens_decoder": {str(i): {"content": names[i], **plain} for i in sorted(names)},
+               **{name.removesuffix("_id"): names[i] for name, i in ids.items()}, "unk_token": "[UNK]" if "[UNK]" in d["special"] else None,
+               "model_max_length": 1 << 20, "clean_up_tokenization_spaces": False, "pat_str": d["pattern"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def from_tiktoken(name):
