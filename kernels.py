@@ -584,18 +584,18 @@ def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d, ROWS: tl.
     bdu = tl.zeros((BD,), tl.float32)
     for r in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + r
-        here = inside & (row < rows)
+        here = at < tl.where(row < rows, d, 0)                             # past the end everything is zero, and adds nothing to du
         bdout = tl.load(dout + row * d + at, mask=here, other=0.0).to(tl.float32)
         top, sum, mean = float("-inf"), 0.0, 0.0                           # of the softmax, and Σ p dp
         for s in tl.static_range(len(sources)):
-            logit = tl.load(logits + s * rows + row, mask=row < rows, other=0.0)
+            logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
             x = tl.load(sources[s] + row * d + at, mask=here, other=0.0).to(tl.float32)
             new = tl.maximum(top, logit)
             p, fade = tl.exp2((logit - new) * LOG2E), tl.exp2((top - new) * LOG2E)
             mean, sum, top = mean * fade + p * tl.sum(bdout * x), sum * fade + p, new
         mean /= sum
         for s in tl.static_range(len(sources)):
-            logit = tl.load(logits + s * rows + row, mask=row < rows, other=0.0)
+            logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
             x = tl.load(sources[s] + row * d + at, mask=here, other=0.0).to(tl.float32)
             p, rms = tl.exp2((logit - top) * LOG2E) / sum, tl.rsqrt(tl.sum(x * x) / d + eps)
             dlogit = p * (tl.sum(bdout * x) - mean)
