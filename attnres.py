@@ -86,9 +86,9 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, u, eps, *sources):
-        lengths = torch.stack([torch.linalg.vector_norm(fp32(x), dim=-1) for x in sources])              # (S, B, T)
-        rms = torch.rsqrt(lengths.square_() / u.shape[0] + eps)            # one over the root mean square
-        logits = torch.stack([fp32(x) @ fp32(u) for x in sources]) * rms
+        lengths, products = zip(*((torch.linalg.vector_norm(x, dim=-1), x @ fp32(u)) for x in map(fp32, sources)))
+        rms = torch.rsqrt(torch.stack(lengths).square_() / u.shape[0] + eps)                       # (S, B, T), one over the root mean square
+        logits = torch.stack(products) * rms
         p = logits.softmax(0)
         out = sources[0] * p[0].unsqueeze(-1)                              # (B, T, d), fp32
         for x, weight in zip(sources[1:], p[1:]):

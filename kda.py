@@ -143,7 +143,7 @@ class _Chunk(torch.autograd.Function):
         tile = (N, M, n, TILE)
 
         # decays, all from the running sum G, in base 2, and the anchors a
-        G = (at_or_before.to(q.dtype) * LOG2E) @ g                                                                   # (N, M, C, K)
+        G = (at_or_before.to(q.dtype) * LOG2E) @ g                                                      # (N, M, C, K)
         a = G[:, :, ::TILE]                                                                              # (N, M, n, K)
         row = (G.view(*tile, K) - (a - SHIFT).unsqueeze(3)).exp2_()                                      # within a tile, (N, M, n, 16, K)
         start = _flush((a - SHIFT).exp2_()).unsqueeze(3)                                                 # chunk start → anchor, (N, M, n, 1, K)
@@ -192,8 +192,8 @@ class _Chunk(torch.autograd.Function):
 
         # the state's gradient, from the last chunk to the first; dS[c + 1] belongs to the state that leaves chunk c
         dU = _mm(A_qk.mT, do, alpha=scale)
-        dS = k.new_empty(N + 1, M, K, V)
-        torch.baddbmm(k.new_empty(()), q_start.mT.flatten(0, 1), do.flatten(0, 1), beta=0, alpha=scale, out=dS[:-1].view(N * M, K, V))
+        dS = k.new_zeros(N + 1, M, K, V)
+        _mm(q_start.mT, do, dS[:-1], alpha=scale)
         dS[N] = dstate.reshape(M, K, V)
         for du, w, ds, ds_next, t, kept in reversed(list(zip(*(x.unbind(0) for x in (dU, W.mT, dS[:-1], dS[1:], total, keep))))):
             du.baddbmm_(kept, ds_next)
@@ -318,7 +318,6 @@ class _ShortConv(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
         x, taps, y = ctx.saved_tensors
-        T = x.shape[1]
         dy = torch.ops.aten.silu_backward(dout.to(y.dtype), y)                                           # (B, T, D)
         dx, dtaps = dy * taps[0], torch.empty_like(taps)
         dtaps[0] = (dy * x).sum((0, 1))

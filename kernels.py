@@ -131,7 +131,7 @@ def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, 
     """(I + L)^-1, W and U₀ from it, Q⁺, K⁻ (chunk tensors), and total = e^{G_C} (M, N, K). Grid (N, M)."""
     chunk, m = tl.program_id(0), tl.program_id(1)
     index = m * N + chunk
-    i, n = tl.arange(0, C), C // 16
+    i = tl.arange(0, C)
 
     # forward substitution in the 16-row tiles, all at once, then exact merges. Never by squaring: its powers reach 1e9 for keys that are alike
     tile, r = tl.arange(0, C // 16), tl.arange(0, 16)
@@ -186,7 +186,7 @@ def states(W, U0, k_minus, total, first, U, entering, last, N, K, V, C: tl.const
         by_k, mask_k = _matrix(index, i, C, kk, K)
         by_v, mask_v = _matrix(index, i, C, columns, V)
         w = tl.load(W + by_k, mask=mask_k, other=0.0)
-        u = -_dot(w, S.to(w.dtype), DOT)                                               # (C, BV)
+        u = -_dot(w, S.to(w.dtype), DOT)                                                               # (C, BV)
         if U0 is not None:
             u += tl.load(U0 + by_v, mask=mask_v, other=0.0).to(tl.float32)
         if U is not None:
@@ -206,7 +206,7 @@ def output(q_plus, A_qk, U, entering, o, T, H, N, K, V, C: tl.constexpr, BK: tl.
     square, _ = _matrix(index, i, C, i, C)
     by_v, mask_v = _matrix(index, i, C, columns, V)
     a = tl.load(A_qk + square)
-    out = _dot(a, tl.load(U + by_v, mask=mask_v, other=0.0), DOT)                      # (C, BV)
+    out = _dot(a, tl.load(U + by_v, mask=mask_v, other=0.0), DOT)                                      # (C, BV)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
         by_k, mask_k = _matrix(index, i, C, kk, K)
@@ -266,7 +266,7 @@ def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, C: tl.
         by_v, mask_v = _matrix(index, i, C, columns, V)
         at, mask = _tokens(m, chunk * C + i, T, H, V, columns)
         u = tl.load(U + by_v, mask=mask_v, other=0.0)
-        dr = _dot(back, tl.load(dU + by_v, mask=mask_v, other=0.0), DOT)              # (C, BV)
+        dr = _dot(back, tl.load(dU + by_v, mask=mask_v, other=0.0), DOT)                               # (C, BV)
         db += tl.sum(dr * (u.to(tl.float32) / b), axis=1)
         dr *= b
         tl.store(dv + at, dr.to(dv.dtype.element_ty), mask=mask)
@@ -320,7 +320,7 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
         at, _ = _matrix(index, rows, C, i, C)
         a_qk, a_kk = tl.load(dA_qk + at), tl.load(dA_kk + at)                                            # (16, C)
         here = (tl.arange(0, n) == tile)[:, None, None]
-        to_q = _dot(a_qk, col * bk, TILES) * row                                       # (16, BK)
+        to_q = _dot(a_qk, col * bk, TILES) * row                                                       # (16, BK)
         to_k = _dot(a_kk, col * bk, TILES) * row
         drow_q += tl.reshape(tl.where(here, to_q[None], 0.0), (C, BK))
         drow_k += tl.reshape(tl.where(here, to_k[None], 0.0), (C, BK))
@@ -422,10 +422,17 @@ class _KDA(torch.autograd.Function):
         return dq, dk, dv, dg, dbeta, dfirst, None
 
 
+def _good_width(size):
+    return size % 16 == 0 and 16 <= size <= 256
+
+
+def _launchable(q):
+    return q.shape[0] * q.shape[2] < 1 << 16                               # sequences × heads: a launch's limit
+
+
 def fits(q, v):
     """Whether these kernels can take q and v."""
-    return q.is_cuda and all(size % 16 == 0 and size <= 256 for size in (q.shape[-1], v.shape[-1])) \
-        and q.shape[0] * q.shape[2] < 1 << 16 and v.dtype != torch.float64
+    return q.is_cuda and _good_width(q.shape[-1]) and _good_width(v.shape[-1]) and _launchable(q) and v.dtype != torch.float64
 
 
 def _check(q, k, v, g, beta, state, look_at_g):
@@ -435,9 +442,9 @@ def _check(q, k, v, g, beta, state, look_at_g):
     B, T, H, K = q.shape
     V = v.shape[-1]
     for name, size in (("K", K), ("V", V)):
-        if size % 16 or not 16 <= size <= 256:
+        if not _good_width(size):
             raise ValueError(f"{name} = {size}: expected a multiple of 16 from 16 to 256; kda_chunk takes any")
-    if B * H >= 1 << 16:
+    if not _launchable(q):
         raise ValueError(f"q: {B} sequences × {H} heads; expected fewer than 65,536, the limit of a launch; split the batch")
     expected = dict(q=(q, (B, T, H, K)), k=(k, (B, T, H, K)), v=(v, (B, T, H, V)), g=(g, (B, T, H, K)), beta=(beta, (B, T, H)), state=(state, (B, H, K, V)))
     for name, (x, shape) in expected.items():

@@ -265,7 +265,7 @@ class LatentMoE(nn.Module):
         rows = _Reorder.apply(rows, order, inverse)                        # (m·k, ℓ), by expert
         w13, w2 = (_MXFP4.apply(w) if self.qat else w for w in (self.w13, self.w2))
         w13, w2 = w13.to(z.dtype).flatten(1, 2), w2.to(z.dtype)            # (E, 2m, ℓ), (E, ℓ, m)
-        g, u = grouped_mm(rows, w13.mT, ends).chunk(2, dim=-1)      # (m·k, hidden) each
+        g, u = grouped_mm(rows, w13.mT, ends).chunk(2, dim=-1)             # (m·k, hidden) each
         out = grouped_mm(situ(g, u, self.beta, self.linear_beta), w2.mT, ends)                     # (m·k, ℓ)
         out = _Reorder.apply(out, inverse, order).view(m, k, latent)
         return (out * p.unsqueeze(-1).to(out.dtype)).sum(1)

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -1528,7 +1527,7 @@ def released_logits(tensors, c, tokens):
             w[name[:-7]] = torch.from_numpy(x * np.repeat(2.0 ** (scale - 127), 32, axis=1))
         else:
             w[name] = x.double()
-    d, H, eps, kda = c["hidden_size"], c["num_attention_heads"], c["rms_norm_eps"], c["linear_attn_config"]
+    H, eps, kda = c["num_attention_heads"], c["rms_norm_eps"], c["linear_attn_config"]
     T, sigmoid = len(tokens), torch.sigmoid
     rms = lambda x, weight, eps=eps: x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 

@@ -17,7 +17,6 @@ Ctrl-C and SIGTERM finish the step, save and leave. Everything random is a funct
 """
 import ast
 import ctypes
-import dataclasses
 import difflib
 import json
 import math
