@@ -400,7 +400,7 @@ def train(arguments):
         saved_at = step
 
     # ---- the loop
-    violation, dead, last_log = 0.0, 0, (step, seconds)
+    violation, dead, load, last_log = 0.0, 0, {}, (step, seconds)
     model.train()
     while step < settings.steps and not stop:
         began = time.perf_counter()
@@ -426,6 +426,7 @@ def train(arguments):
         optimizer.zero_grad(set_to_none=True)
         for figures in model.update_router_bias():
             violation, dead = max(violation, figures["max_violation"]), max(dead, figures["dead"])
+            load[figures["layer"]] = load.get(figures["layer"], 0) + figures["load"]
         step += 1
         seconds += time.perf_counter() - began
 
@@ -433,8 +434,9 @@ def train(arguments):
             speed = tokens_per_step * (step - last_log[0]) / (seconds - last_log[1])
             flops = speed * model.flops_per_token(context)
             log.line(step=step, loss=loss, lr=settings.lr * factor, grad_norm=norm, tokens_per_s=speed, seconds=seconds,
-                     max_violation=violation, dead_experts=dead, **({"mfu": flops / peak} if peak else {}))
-            violation, dead, last_log = 0.0, 0, (step, seconds)
+                     max_violation=violation, dead_experts=dead, **({"mfu": flops / peak} if peak else {}),
+                     load={i: [round(x, 3) for x in (n / n.float().mean()).tolist()] for i, n in load.items()})        # of a fair share
+            violation, dead, load, last_log = 0.0, 0, {}, (step, seconds)
         if step % settings.eval_every == 0 or step == settings.steps:
             save()                                                         # before the evaluation: that may fail or take long
             losses = {split: evaluate(running, prepare.open_tokens(folder, split, meta), settings, device, autocast) for split in ("train", "val")}
@@ -475,6 +477,7 @@ class Log:
     def write(self, text, figures, end):
         print(("\r" if self.live else "") + text, end=end, flush=True)
         self.file.write(json.dumps(figures) + "\n")
+        figures = {name: value for name, value in figures.items() if name != "load"}                   # the boards take single numbers
         for name, value in figures.items():
             if self.board and name != "step":
                 self.board.add_scalar(name, value, figures["step"])
