@@ -37,7 +37,8 @@ from data import prepare
 from model import K3, K3Config
 
 RUNS = Path("out/study.jsonl")
-SOURCES = ("attnres.py", "kda.py", "moe.py", "muon.py", "model.py")
+# Of the sources that make the model, as they are imported: a run made with other ones is marked in the table
+SOURCE = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in ("attnres.py", "kda.py", "moe.py", "muon.py", "model.py"))).hexdigest()[:12]
 
 
 def sizes(d):
@@ -252,7 +253,7 @@ def run(variant, given, label=""):
     """The figures of a run, from out/study.jsonl if it was made before, else made now and written there."""
     line = finished(given, label)
     if line is None:
-        line = dict(variant=variant, label=label, **Run(given).fit(), torch=torch.__version__, threads=torch.get_num_threads(), source=fingerprint(),
+        line = dict(variant=variant, label=label, **Run(given).fit(), torch=torch.__version__, threads=torch.get_num_threads(), source=SOURCE,
                     spec=given)
         RUNS.parent.mkdir(exist_ok=True)
         cut = RUNS.exists() and not RUNS.read_text().endswith("\n")        # a line that was cut short stays one line
@@ -275,11 +276,6 @@ def finished(given, label):
 
 def tokens_of(given):
     return given["steps"] * given["batch_size"] * given["context"]
-
-
-def fingerprint():
-    """Of the sources that make the model: a run made with other ones is marked in the table."""
-    return hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in SOURCES)).hexdigest()[:12]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -367,10 +363,10 @@ def ablate(arguments):
         delta = [a["val_bits_per_byte"] - b["val_bits_per_byte"] for a, b in zip(lines, k3 or [])]
         sure = len(delta) > 1 and abs(statistics.mean(delta)) > t95 * spread(delta) / len(delta) ** 0.5
         difference = "" if not delta or lines is k3 else f"{statistics.mean(delta):+.4f} ± {spread(delta):.4f}{' *' if sure else ''}"
-        old = "" if all(line["source"] == fingerprint() for line in lines) else " †"
+        old = "" if all(line["source"] == SOURCE for line in lines) else " †"
         print(f"| {variants[name][0]}{f' ({label})' if label else ''}{old} | {lines[0]['active']:,} | {with_spread(bits, 4)} | {difference} | {fast[name]:,.0f} | "
               f"{'' if math.isnan(violation[0]) else with_spread(violation, 2)} | {with_spread(largest, 1)} |")
-    if any(line["source"] != fingerprint() for lines in rows.values() for line in lines):
+    if any(line["source"] != SOURCE for lines in rows.values() for line in lines):
         print("† run with other sources than the present ones; --label=… runs it anew beside the old")
 
 

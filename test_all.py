@@ -2190,7 +2190,7 @@ def test_ablate(house, monkeypatch, capsys):
     table = capsys.readouterr().out
     assert "plain residual for AttnRes" in table and "seeds 1 to 2" in table and table.count(" ± ") >= 8
     study.RUNS.write_text(study.RUNS.read_text()[:-30])                    # as if stopped while it wrote the last line
-    monkeypatch.setattr(study, "fingerprint", lambda: "other")
+    monkeypatch.setattr(study, "SOURCE", "other")
     study.ablate(["--only=k3,attn_none,gpt_muon", *SMALL])
     assert len(study.RUNS.read_text().splitlines()) == 7 and "†" in capsys.readouterr().out
     study.ablate(["--only=k3", "--label=mine", *SMALL])
