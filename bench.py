@@ -247,7 +247,7 @@ def bench_profile(*arguments):
     settings = train.Settings(**{name: value for name, value in given.items() if name in train.Settings.__dataclass_fields__})
     device, dtype, _ = train.set_up_machine(settings)
     model = K3(K3Config(**{name: value for name, value in given.items() if name in K3Config.__dataclass_fields__})).train().to(device)
-    optimizer = model.configure_optimizers(settings.lr, settings.weight_decay, settings.optimizer)
+    optimizer = model.configure_optimizers(settings.lr, settings.weight_decay, optimizer=settings.optimizer)
     idx = torch.randint(0, model.config.vocab_size, (settings.batch_size, settings.context), device=device)
     clock = Clock(device)
 

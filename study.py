@@ -158,7 +158,7 @@ class Run:
         self.autocast = torch.autocast(self.device, dtype=dtype, enabled=dtype != torch.float32)
         torch.manual_seed(self.settings.seed)
         self.model = (PlainGPT(config, self.settings.context) if given.get("gpt") else K3(config)).train().to(self.device)
-        self.optimizer = self.model.configure_optimizers(self.settings.lr, self.settings.weight_decay, self.settings.optimizer)
+        self.optimizer = self.model.configure_optimizers(self.settings.lr, self.settings.weight_decay, optimizer=self.settings.optimizer)
         self.batches = batches or (lambda step, batch_size, context: train.get_batch(
             prepare.open_tokens(self.folder, "train", self.meta), batch_size, context, (self.settings.seed, step, 0)))
 
@@ -186,7 +186,7 @@ class Run:
             if not math.isfinite(loss + norm):
                 return result | dict.fromkeys(("val_bits_per_byte", "seconds", "max_violation", "largest"), math.nan)
         seconds, val = now() - began, prepare.open_tokens(self.folder, "val", self.meta)
-        nats = train.evaluate(self.model, val, self.settings, self.device, self.autocast)
+        nats = train.evaluate(self.model, val, self.settings, self.device, self.autocast, train.Ranks())
         x, y = (z.to(self.device) for z in train.get_batch(val, self.settings.batch_size, self.settings.context, (0,)))
         with self.autocast:
             largest = largest_activation(self.model, x, y)
