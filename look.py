@@ -44,7 +44,7 @@ def draw_map(plt, to, name, rows, columns, values, title, unit, shades=None):
     """values (rows, columns), NaN where there is none. rows: a word each; columns: what they are. shades: what is light and what is dark."""
     low, high = shades or (np.nanmin(values), np.nanmax(values))
     if plt is None:
-        cells = values if values.shape[1] <= 96 else np.stack([part.mean(1) for part in np.array_split(values, 96, axis=1)], 1)      # as wide as a screen
+        cells = values if values.shape[1] <= 96 else np.stack([part.mean(1) for part in np.array_split(values, 96, axis=1)], 1)   # a screen's width
         wide, left = max(1, min(4, 72 // cells.shape[1])), max(map(len, rows))
         for row, line in zip(rows, cells):
             shade = lambda v: " " if math.isnan(v) else SHADES[int(np.clip((v - low) / (high - low or 1), 0, 1) * (len(SHADES) - 1))]
@@ -248,16 +248,17 @@ def decay(draw, seen, *_):
         return "left out: this model has no KDA layer"
     rows = [(f"layer {i} head {h + 1}", np.sort(head)[::-1]) for i, heads in seen["decays"].items() for h, head in enumerate(heads)]
     lives = np.concatenate([head for _, head in rows])
+    longest, shortest = (pick(rows, key=lambda row: np.median(row[1])) for pick in (max, min))
     draw(draw_map, [name for name, _ in rows], "channels of the key, longest memory first", np.log10(np.stack([head for _, head in rows])),
          "KDA: half-life of what a channel remembers", "log10 of the half-life in tokens")
-    return (f"half-lives from {lives.min():.2g} to {lives.max():.3g} tokens, half of the channels under {np.median(lives):.2g}; {(lives > 100).mean():.0%} "
-            "remember over 100 tokens, which is what makes heads of one layer do different work")
+    return (f"half-lives from {lives.min():.2g} to {lives.max():.3g} tokens, half of the channels under {np.median(lives):.2g}; heads share out the work: "
+            f"{longest[0]} remembers longest (median {np.median(longest[1]):.2g}), {shortest[0]} shortest ({np.median(shortest[1]):.2g})")
 
 
 def load(draw, seen, metrics, *_):
     lines = [line for line in metrics if line.get("load")]
     if not seen["loads"] or not lines:
-        return "left out: " + ("this run's metrics.jsonl has no `load`; runs of train.py write it now" if seen["loads"] else "this model has no MoE layer")
+        return "left out: " + ("metrics.jsonl has no `load`; train.py writes it now" if seen["loads"] else "this model has no MoE layer")
     rows = [(f"layer {int(i) + 1} expert {e + 1}", [line["load"][i][e] for line in lines])
             for i in lines[0]["load"] for e in range(len(lines[0]["load"][i]))]
     if len(rows) > 64:
@@ -276,7 +277,8 @@ def kinds(draw, seen, metrics, model, documents, context):
     loads = {kind: observe(model, windows(ids, 8, context))["loads"] for kind, ids in documents.items()}
     layer = list(seen["loads"])[-1]
     table = np.stack([by_layer[layer] / by_layer[layer].mean() for by_layer in loads.values()])
-    draw(draw_map, list(loads), f"expert of layer {layer}", table, "Load of each expert by kind of document", "of the fair share", (0, max(2, table.max())))
+    draw(draw_map, list(loads), f"expert of layer {layer}", table, "Load of each expert by kind of document", "of the fair share",
+         (0, max(2, table.max())))
     apart = table.max(0) / np.maximum(table.min(0), 1e-9)
     kind, expert = np.unravel_index((table / np.maximum(table.mean(0), 1e-9)).argmax(), table.shape)
     return (f"a column of one shade is an expert that does not care; expert {expert + 1} cares most for “{list(loads)[kind]}” ({table[kind, expert]:.1f} "
@@ -301,7 +303,8 @@ def activations(draw, seen, metrics, model, *_):
         x = np.concatenate(seen[name])
         most = max(np.abs(x).max(), bound or 0, 1e-6) * 1.05
         counts, edges = np.histogram(x, bins=41, range=(-most, most))
-        panels.append((dict(gate="gate W_g x", up="up W_u x", product="SiTU's product")[name], edges, counts / len(x), [-bound, bound] if bound else []))
+        word = dict(gate="gate W_g x", up="up W_u x", product="SiTU's product")[name]
+        panels.append((word, edges, counts / len(x), [-bound, bound] if bound else []))
         beyond = f" (bound {bound:g}, {(np.abs(x) > bound).mean():.2%} beyond it)" if bound else ""
         words.append(f"|{name}| up to {np.abs(x).max():.2g}{beyond}")
     draw(draw_bars, panels, "Shares of values, beside SiTU's bounds")

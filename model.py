@@ -107,8 +107,9 @@ class K3Config:
         for name, words in dict(attn_res=("block", "full", "none"), kda_gate=("sigmoid", "softplus"), balance=("quantile", "sign", "none")).items():
             rule(getattr(self, name) in words, name, f"must be one of {', '.join(map(repr, words))}")
         rule(type(self.latent_norm) is bool, "latent_norm", "must be True or False")
-        rule(self.routed_expert_hidden_size or not self.latent_norm, "latent_norm", "must be False where routed_expert_hidden_size = 0: no latent to norm")
-        rule(self.routed_expert_hidden_size or not self.qat, "qat", "must be '' where routed_expert_hidden_size = 0: MXFP4 is for experts in a latent")
+        if not self.routed_expert_hidden_size:
+            rule(not self.latent_norm, "latent_norm", "must be False with routed_expert_hidden_size = 0: there is no latent to norm")
+            rule(not self.qat, "qat", "must be '' with routed_expert_hidden_size = 0: MXFP4 is for experts in a latent")
         rule(0 <= self.router_bias_ema < 1, "router_bias_ema", "must lie in [0, 1)")
         rule(self.situ_beta is None or self.situ_beta > 0, "situ_beta", "must be positive, or None for no limit")
         rule(self.situ_linear_beta is None or self.situ_linear_beta > 0, "situ_linear_beta", "must be positive, or None for no limit")

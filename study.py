@@ -335,9 +335,9 @@ def with_spread(values, digits):
 
 def heading(options, flat, what):
     """What stands over every table: how it was measured."""
-    return (f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {flat['device'] if 'device' in flat else train.find_device('auto')}; data/{flat['data']}, "
-            f"{what}, lr {flat['lr']:g}, {flat['batch_size']} × {flat['context']} tokens a step, seeds 1 to {options['seeds']}; ± is the standard deviation over "
-            "seeds. Tokens/s: a step of each in turn, median of 7" + (", in processor time." if by_processor() else "."))
+    device = flat.get("device", train.find_device("auto"))
+    return (f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {device}; data/{flat['data']}, {what}, lr {flat['lr']:g}, {flat['batch_size']} × "
+            f"{flat['context']} tokens a step, seeds 1 to {options['seeds']}; ± is the standard deviation over seeds. Tokens/s: a step of each in turn, median of 7" + (", in processor time." if by_processor() else "."))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -353,9 +353,9 @@ def ablate(arguments):
                 rows.setdefault((name, ""), []).append(finished(flat, ""))
             rows.setdefault((name, options["label"]), []).append(run(name, flat, options["label"]))
     fast = dict(zip(names, speeds([settings_of(options["size"], options["tokens"], 1, given, variants[name][1]) for name in names])))
-    print(heading(options, flat, f"{tokens_of(flat):,} tokens") + " Δ: against K3 with the same seed, * where zero lies outside its 95% interval. Max violation: of the "
-          "worst layer, mean over the last half of the steps.\n")
-    print("| | active parameters | validation, bits per byte | Δ to K3 | tokens/s | max violation | largest activation |\n|---|---|---|---|---|---|---|")
+    print(heading(options, flat, f"size {options['size']}, {tokens_of(flat):,} tokens") + " Δ: against K3 with the same seed, * where zero lies outside "
+          "its 95% interval. Max violation: of the worst layer, mean over the last half of the steps.\n")
+    print("| | active parameters | validation, bits per byte | Δ to K3 | tokens/s | max violation | largest activation |\n" + "|---" * 7 + "|")
     k3 = rows.get(("k3", "")) or rows.get(("k3", options["label"]))
     t95 = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78}.get(options["seeds"], 2.6)   # Student's t, two-sided
     for (name, label), lines in rows.items():
@@ -364,7 +364,8 @@ def ablate(arguments):
         sure = len(delta) > 1 and abs(statistics.mean(delta)) > t95 * spread(delta) / len(delta) ** 0.5
         difference = "" if not delta or lines is k3 else f"{statistics.mean(delta):+.4f} ± {spread(delta):.4f}{' *' if sure else ''}"
         old = "" if all(line["source"] == SOURCE for line in lines) else " †"
-        print(f"| {variants[name][0]}{f' ({label})' if label else ''}{old} | {lines[0]['active']:,} | {with_spread(bits, 4)} | {difference} | {fast[name]:,.0f} | "
+        what = variants[name][0] + (f" ({label})" if label else "") + old
+        print(f"| {what} | {lines[0]['active']:,} | {with_spread(bits, 4)} | {difference} | {fast[name]:,.0f} | "
               f"{'' if math.isnan(violation[0]) else with_spread(violation, 2)} | {with_spread(largest, 1)} |")
     if any(line["source"] != SOURCE for lines in rows.values() for line in lines):
         print("† run with other sources than the present ones; --label=… runs it anew beside the old")
@@ -386,8 +387,8 @@ def gpt(arguments):
     print("| | active parameters | lr | tokens | tokens/s | seconds | validation, bits per byte |\n|---|---|---|---|---|---|---|")
     for row in rows:
         tokens, bits = tokens_of(flats[row]), [line["val_bits_per_byte"] for line in lines[row]]
-        print(f"| {variants[row[0]][0]} | {lines[row][0]['active']:,} | {flats[row]['lr']:g} | {tokens:,} | {fast[row]:,.0f} | {tokens / fast[row]:.0f} | "
-              f"{with_spread(bits, 4)} |")
+        print(f"| {variants[row[0]][0]} | {lines[row][0]['active']:,} | {flats[row]['lr']:g} | {tokens:,} | {fast[row]:,.0f} | "
+              f"{tokens / fast[row]:.0f} | {with_spread(bits, 4)} |")
 
 
 def scaling(arguments):
@@ -406,7 +407,8 @@ def scaling(arguments):
                 flat = settings_of(d, options["ratio"] * active, seed, given, variants[name][1])
                 line = run(name, flat, options["label"])
                 points.setdefault(name, []).append((6 * line["active"] * tokens_of(flat), line["val_bits_per_byte"]))
-    print(heading(options, flat, f"widths {options['sizes']}, {options['ratio']:g} tokens for each active parameter") + " Compute C: 6 · active parameters · tokens.\n")
+    print(heading(options, flat, f"widths {options['sizes']}, {options['ratio']:g} tokens for each active parameter") + " Compute C: 6 · active parameters · "
+          "tokens.\n")
     computes = " ".join(f"{c:.1e}" for c, _ in points[names[0]][::options["seeds"]])
     print(f"| | bits per byte at C = {computes} | fit: bits per byte | fit error | compute for K3's loss |\n|---|---|---|---|---|")
     fits = {name: power_law(*zip(*p)) for name, p in points.items()}
@@ -415,10 +417,12 @@ def scaling(arguments):
         means = [statistics.mean(loss for _, loss in p[i:i + options["seeds"]]) for i in range(0, len(p), options["seeds"])]
         print(f"| {variants[name][0]} | {' '.join(f'{loss:.3f}' for loss in means)} | {math.exp(a):.2f} · C^-{b:.4f} ± {slope_error:.4f} | {error:.2%} | "
               f"{crossing(fits, points, name)} |")
-    print("\non a GPU, ten times as wide, with a corpus as for config/gpu_small.py (python data/prepare.py path/to/texts --name=corpus --tokenizer=gpt2):\n"
-          "    python bench.py scaling --data=corpus --vocab_size=50304 --sizes=256,384,512,768,1024 --n_layer=12 --ratio=20 --batch_size=64 "
-          "--context=1024 --lr=4e-3 --weight_decay=0.1\n    python bench.py ablate --data=corpus --vocab_size=50304 --size=768 --n_layer=12 --tokens=2_000_000_000 "
-          "--batch_size=64 --context=1024 --lr=4e-3 --weight_decay=0.1")
+    large = "--data=corpus --vocab_size=50304 --n_layer=12 --batch_size=64 --context=1024 --lr=4e-3 --weight_decay=0.1"
+    print(f"""
+on a GPU, ten times as wide, with a corpus as for config/gpu_small.py:
+    python data/prepare.py path/to/texts --name=corpus --tokenizer=gpt2
+    python bench.py scaling --sizes=256,384,512,768,1024 --ratio=20 {large}
+    python bench.py ablate --size=768 --tokens=2_000_000_000 {large}""")
 
 
 def power_law(compute, loss):
@@ -448,21 +452,21 @@ def crossing(fits, points, name):
 
 class Needles:
     """
-    Batches of text in which pairs are planted, "mark key value", and asked for later, "mark key" → value. The mark is a token that the text never
-    has, keys and values are any that it has. Only slots of three tokens are overwritten.
+    Batches of text in which pairs are planted, "mark key value", and asked for later, "mark key" → value. The mark is a token that the text
+    never has, keys and values are drawn from its commonest ones. Only slots of three tokens are overwritten.
     """
 
-    def __init__(self, folder, meta, pairs):
+    def __init__(self, folder, meta, pairs, words=64):
         self.tokens, self.pairs = prepare.open_tokens(folder, "train", meta), pairs
         counts = np.bincount(self.tokens, minlength=meta["vocab_size"])
         unused = np.flatnonzero(counts == 0)
         if not len(unused):
             raise ValueError(f"{folder}: every token of the vocabulary occurs, none is free to mark a needle; use a byte-level tokenizer or a BPE")
-        self.mark, self.used = int(unused[0]), np.flatnonzero(counts)
+        self.mark, self.words = int(unused[0]), np.argsort(-counts, kind="stable")[:min(words, np.count_nonzero(counts))]
 
     def draw(self, random):
         """→ keys, values (pairs): keys all different."""
-        return random.choice(self.used, self.pairs, replace=False), random.choice(self.used, self.pairs)
+        return random.choice(self.words, self.pairs, replace=False), random.choice(self.words, self.pairs)
 
     def batch(self, key, batch_size, context):
         """As train.get_batch: x, y (batch_size, context)."""
@@ -518,9 +522,10 @@ def long(arguments):
         for name in chosen(variants, options["only"]):
             flat = settings_of(options["size"], options["tokens"], seed, given, variants[name][1])
             r = Run(flat)
-            needles = Needles(r.folder, r.meta, 4)
+            needles = Needles(r.folder, r.meta, 8)
             if r.meta["val_tokens"] <= options["reach"]:
-                raise ValueError(f"--reach={options['reach']}: data/{flat['data']} has {r.meta['val_tokens']} validation tokens; give more text, or less reach")
+                raise ValueError(f"--reach={options['reach']}: data/{flat['data']} has {r.meta['val_tokens']} validation tokens; give more text, or reach "
+                                 "less far")
             r.batches = lambda step, batch_size, context: needles.batch((seed, step), batch_size, context)
             figures = r.fit()
             found = read_long(r, needles, 24, min(options["reach"], 4096))[0] if options["reach"] >= 4096 else {}      # short ones many times
@@ -533,7 +538,8 @@ def long(arguments):
             line = []
             for low, high in zip(edges, edges[1:]):
                 bits = r.bits() * (nats - windows)[:, low:high].reshape(-1, 256).mean(1)           # by blocks of 256, whose scatter is the noise
-                line.append(f"{low:,} to {high:,}: {r.bits() * nats[:, low:high].mean():.3f} ({bits.mean():+.3f} ± {bits.std() / len(bits) ** 0.5:.3f})")
+                noise = bits.std() / len(bits) ** 0.5
+                line.append(f"{low:,} to {high:,}: {r.bits() * nats[:, low:high].mean():.3f} ({bits.mean():+.3f} ± {noise:.3f})")
             print("  bits per byte at positions (and against windows of 256)   " + "   ".join(line), flush=True)
 
 

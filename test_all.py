@@ -1449,6 +1449,13 @@ def test_schedule_and_stages():
     assert [train.current_context(s, i) for i in (0, 499, 500, 899, 900)] == [(64, 32), (64, 32), (128, 16), (128, 16), (256, 8)]
 
 
+def test_configs_that_come_along():
+    for path in (ROOT / "config").glob("*.py"):
+        given, stem = train.read_arguments([str(path)])
+        settings, _ = train.make_settings(given, tokenizer.make("bytes"))
+        assert stem == path.stem and (not settings.context_stages or settings.context_stages[-1][1] == settings.context)
+
+
 def test_batches():
     tokens = np.arange(1000, dtype=np.uint16)
     x, y = train.get_batch(tokens, 50, 20, (1, 2, 3))
@@ -2264,7 +2271,7 @@ def test_needles(house, monkeypatch, capsys):
     assert found == {256: (8, 8), 1024: (8, 8)} and nats.shape == windows.shape == (2, 1024) and torch.allclose(nats, torch.tensor(math.log(257)))
     study.long(["--data=epic", "--size=16", "--tokens=2048", "--only=k3", "--reach=1024", "--rows=1", "--batch_size=2"])
     out = capsys.readouterr().out
-    assert "needle found after   256: " in out and "of 4" in out and "256 to 1,024" in out
+    assert "needle found after   256: " in out and "of 8" in out and "256 to 1,024" in out
     with pytest.raises(ValueError, match="--reach=1048576"):
         study.long(["--data=epic", "--size=16", "--tokens=512", "--only=k3", "--reach=1048576", "--batch_size=2"])
 
