@@ -2016,6 +2016,21 @@ def test_k3_tokenizer_as_configured(tmp_path):
     assert tokenizer.special_ids(enc) == dict(bos_token_id=163584, eos_token_id=163586, pad_token_id=163839)
 
 
+def encode_json(content, enc, text):
+    """What an engine makes of tokenizer.json: pieces by the pattern, bytes as letters, and of all merges that apply the first in the list."""
+    (split, level), bpe = content["pre_tokenizer"]["pretokenizers"], content["model"]
+    assert level["type"] == "ByteLevel" and not level["add_prefix_space"] and bpe["ignore_merges"] and bpe["vocab"]["Ġ"] == enc.encode_single_token(b" ")
+    assert {token["content"]: token["id"] for token in content["added_tokens"]} == enc._special_tokens
+    names, order, ids = {i: name for name, i in bpe["vocab"].items()}, {tuple(pair): i for i, pair in reversed([*enumerate(bpe["merges"])])}, []
+    for piece in regex.findall(split["pattern"]["Regex"], text, regex.V1):
+        parts = [names[enc.encode_single_token(bytes([b]))] for b in piece.encode()]
+        while len(parts) > 1 and "".join(parts) not in bpe["vocab"] and (pairs := [pair for pair in zip(parts, parts[1:]) if pair in order]):
+            at = [*zip(parts, parts[1:])].index(min(pairs, key=order.get))
+            parts[at:at + 2] = [parts[at] + parts[at + 1]]
+        ids += [bpe["vocab"]["".join(parts)]] if "".join(parts) in bpe["vocab"] else [bpe["vocab"][part] for part in parts]
+    return ids
+
+
 @pytest.mark.parametrize("which", ["bytes", "bpe", "k3"])
 def test_tokenizer_travels_with_weights(which, tmp_path):
     enc = tokenizer.make(str(k3_file(tmp_path)) if which == "k3" else which, [PLAY * 9], 400)
@@ -2027,6 +2042,7 @@ def test_tokenizer_travels_with_weights(which, tmp_path):
     assert twin | dict(name=d["name"]) == d and n.tokenizer.n_vocab == enc.n_vocab
     text = random_text(3) + "[EOS]<|endoftext|>中文"
     assert n.tokenizer.encode_ordinary(text) == enc.encode_ordinary(text)
+    assert encode_json(json.loads((tmp_path / "a/tokenizer.json").read_text(encoding="utf-8")), enc, text) == enc.encode_ordinary(text)
     settings = json.loads((tmp_path / "a/tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "TikTokenTokenizer" and len(settings["added_tokens_decoder"]) == len(d["special"])
     whole, generation = (json.loads((tmp_path / "a" / file).read_text()) for file in ("config.json", "generation_config.json"))
