@@ -5,7 +5,7 @@ Released weights in and out: K3.from_pretrained and K3.save_pretrained (model.py
     *.safetensors                   the tensors: one file, or many and model.safetensors.index.json
     generation_config.json, tiktoken.model, tokenizer_config.json
 
-and so does one that we write, for llama.cpp's converter, transformers, vLLM and SGLang:
+and so does one that we write, with tokenizer.json beside them, for llama.cpp's converter, MLX-LM, transformers, vLLM and SGLang:
 
     python weights.py out/shakespeare exported                    a run of train.py (or one checkpoint) → such a folder
     python weights.py out/shakespeare exported --dtype=bfloat16 --experts=mxfp4
@@ -506,7 +506,9 @@ def load(folder, dtype=None, device="cpu", **training):
                 out.copy_(mxfp4_decode(packed[rows], scale[rows], dtype))
         few = max(1, (256 << 10) // packed.shape[1])
         list(pool.map(piece, (slice(first, first + few) for first in range(0, len(packed), few))))
-    pool = ThreadPoolExecutor(torch.get_num_threads())
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads)
+    torch.set_num_threads(1)                                               # each piece on one: threads of threads wait for each other
     try:
         for name, cut, stored, scale in sorted(found, key=lambda row: (row[2].path, row[2].start)):              # as the files lie on the disk
             target = cut_out(ours[name], cut)
@@ -527,6 +529,7 @@ def load(folder, dtype=None, device="cpu", **training):
         raise ValueError(f"{stored.path}: tensor {stored.name}: {error}") from None
     finally:
         pool.shutdown()
+        torch.set_num_threads(threads)
     model.tokenizer = enc
     return model.eval()
 
