@@ -39,18 +39,18 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
         r = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1] + eps)   # (..., 1)
-        n = x * r
-        ctx.save_for_backward(n, r, weight)
-        return n * weight
+        ctx.save_for_backward(x, r, weight)
+        return (x * r).mul_(weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        n, r, weight = ctx.saved_tensors
-        dweight = dy * n
-        along = (dweight @ weight).unsqueeze(-1) / n.shape[-1]             # the part of dn that points along n, (..., 1)
-        dx = (dy * weight).addcmul_(n, along, value=-1).mul_(r)
-        return dx, dweight.flatten(0, -2).sum(0), None
+        x, r, weight = ctx.saved_tensors
+        dx = dy * x                                                        # at first dy ⊙ x, for two sums
+        dweight = r.flatten() @ dx.flatten(0, -2)
+        along = (dx @ weight).unsqueeze(-1) * r.square() / x.shape[-1]     # the part of dx that points along x, (..., 1)
+        torch.mul(dy, weight, out=dx).addcmul_(x, along, value=-1).mul_(r)
+        return dx, dweight, None
 
 
 class RMSNorm(nn.Module):
