@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, fp32, kernels
+from attnres import RMSNorm, fp32, kernels, linears
 
 LOG2E = math.log2(math.e)
 TILE = 16            # rows that share one exponent anchor: with g ≥ −5.9 a tile spans at most e^(15·5.9) < 2^128 …
@@ -402,14 +402,13 @@ class KDA(nn.Module):
 
     def forward(self, x, cache=None):
         tails = cache["tails"] if cache else [None] * 3
-        inputs = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        *inputs, b, z = linears(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj)
         (q, k, v), tails = zip(*(conv(y, tail) for conv, y, tail in zip(self._convs(), inputs, tails)))
         q = unit(q.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         k = unit(k.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         v = v.unflatten(-1, (self.H, self.V))                              # (B, T, H, V)
-        beta = fp32(self.b_proj(x)).sigmoid()                              # (B, T, H)
+        beta = fp32(b).sigmoid()                                           # (B, T, H)
         o, state = kda(q, k, v, self.log_decay(x), beta, cache["state"] if cache else None)
         if cache:
             cache["state"], cache["tails"] = state.detach(), tails
-        gate = self.g_proj(x).sigmoid()                                    # (B, T, H·V)
-        return self.o_proj(gate * self.o_norm(o).flatten(2))
+        return self.o_proj(z.sigmoid() * self.o_norm(o).flatten(2))        # of (B, T, H·V)

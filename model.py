@@ -23,7 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import muon
-from attnres import Mix, RMSNorm, Stream, fp32
+from attnres import Mix, RMSNorm, Stream, fp32, linears
 from kda import KDA
 from moe import LatentMoE, SiTUGLU, load_figures
 
@@ -144,14 +144,15 @@ class GatedMLA(nn.Module):
 
     def forward(self, x, cache=None):
         B, T, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(B, T, self.H, self.nope + self.rope)
-        c, k_shared = self.kv_a_proj_with_mqa(x).split([self.R, self.rope], dim=-1)
+        q, c, z = linears(x, self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
+        q = self.q_b_proj(self.q_a_layernorm(q)).view(B, T, self.H, self.nope + self.rope)
+        c, k_shared = c.split([self.R, self.rope], dim=-1)
         c = self.kv_a_layernorm(c)                                         # (B, T, R)
         past = cache["length"] if cache else 0
         if cache:
             self.append(cache, torch.cat([c, k_shared], dim=-1))
         o = self.absorbed(q, cache["latents"][:, :past + T]) if past else self.expanded(q, c, k_shared)
-        return self.o_proj(self.g_proj(x).sigmoid() * o.flatten(2))
+        return self.o_proj(z.sigmoid() * o.flatten(2))
 
     def expanded(self, q, c, k_shared):
         """The definition, for a sequence from its start: keys and values of every head. → (B, T, H, V)."""

@@ -25,7 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, fp32, kernels
+from attnres import RMSNorm, fp32, kernels, linears
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class SiTUGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x):
-        return self.down_proj(situ(self.gate_proj(x), self.up_proj(x), self.beta, self.linear_beta))
+        return self.down_proj(situ(*linears(x, self.gate_proj, self.up_proj), self.beta, self.linear_beta))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
