@@ -11,9 +11,11 @@ vector per token (x_1 is the token embedding), a learned pseudo-query w and an R
 
 w starts at zero, so every mixture starts as a plain mean. "Full" AttnRes is the same with one block per layer part.
 
-This file is the bottom of the house: fp32, linears, RMSNorm and the import of the kernels (used by the other files), the mixture, the stream of blocks.
+This file is the bottom of the house: fp32, linears, exchange, RMSNorm and the import of the kernels (used by the other files), the mixture,
+the stream of blocks.
 """
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -52,6 +54,31 @@ class _Linears(torch.autograd.Function):
 def linears(x, *maps):
     """maps: nn.Linear without bias, all of x (..., width) → what each gives."""
     return _Linears.apply(x, *(m.weight for m in maps))
+
+
+class _Exchange(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.way_back = receive, send, group
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout):
+        return _Exchange.apply(dout, *ctx.way_back), None, None, None
+
+
+@torch.compiler.disable
+def exchange(x, send, receive, group):
+    """
+    Between the ranks of a process group: x (rows, …), the first send[0] rows for rank 0, the next send[1] for rank 1, … → what came,
+    (sum(receive), …), from rank 0 first. Gradients go back to where the rows came from. Every rank of the group has to call it, and has to
+    go backward through it: also one that sends nothing or gets nothing.
+    """
+    return _Exchange.apply(x, send, receive, group)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, fp32, kernels, linears
+from attnres import RMSNorm, exchange, fp32, kernels, linears
 
 LOG2E = math.log2(math.e)
 TILE = 16            # rows that share one exponent anchor: with g ≥ −5.9 a tile spans at most e^(15·5.9) < 2^128 …
@@ -72,15 +72,10 @@ def _arguments(q, k, v, g, beta, state):
 # The column factors move from one tile's anchor to the next by a product with exp(a_next − a), which is ≤ 1.
 # Everything for q and for k is done on stacked rows: a tile holds 16 rows of q, then 16 rows of k. Exponents are in base 2 (faster).
 
-def _chunks(x, C):
-    """(B, T, H, D), C divides T → (N, B, H, C, D), a view."""
-    return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4)
-
-
 def _to_chunks(x, C):
     """(B, T, H, D) → (N, B·H, C, D), padded with zeros: a padding row has k = 0, β = 0, g = 0 and changes nothing."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C)) if x.shape[1] % C else x                              # a pad of nothing is a copy too
-    return _chunks(x, C).contiguous().flatten(1, 2)
+    return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).contiguous().flatten(1, 2)
 
 
 def _from_chunks(x, B, T):
@@ -145,6 +140,7 @@ class _Chunk(torch.autograd.Function):
         # U = U₀ − W S₀ for the whole sequence, then the one part that is sequential: the state, chunk by chunk
         q_start, k_start = ((rows[:, :, :, i] * start).view(N, M, C, K) for i in (0, 1))                 # Q ⊙ e^G, K ⊙ e^G
         identity = torch.eye(C, dtype=q.dtype, device=q.device).expand_as(A_kk)
+        # (I + Diag(β) A_kk)^-1, never by squaring: where the keys of a chunk are alike, its intermediate powers reach 1e9
         inverse = torch.linalg.solve_triangular(A_kk.mul_(beta), identity, upper=False, unitriangular=True)
         solve = inverse * beta.mT                                                                        # (N, M, C, C)
         W = solve @ k_start                                                                              # (N, M, C, K)
@@ -245,13 +241,21 @@ def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     return o.to(dtype), state
 
 
-def kda_segment(k, v, g, beta):
+def kda_segment_definition(k, v, g, beta):
     """
     What a stretch of the sequence does to any state that enters it, S ↦ S̃ + M S (§5.1): → M (B, H, K, K), S̃ (B, H, K, V). By its definition,
     the recurrence from the identity without values, and from nothing.
     """
     identity = torch.eye(k.shape[-1], device=k.device).expand(k.shape[0], k.shape[2], -1, -1)
     return kda_recurrent(k, k, torch.zeros_like(k), g, beta, identity)[1], kda_recurrent(k, k, v, g, beta)[1]
+
+
+def kda_segment(k, v, g, beta):
+    """The same from the fast form, in one call: the columns of the state do not see each other, so [M, S̃] is the state that [I, 0] becomes."""
+    B, T, H, K = k.shape
+    identity = torch.eye(K, dtype=fp32(k).dtype, device=k.device).expand(B, H, K, K)
+    state = F.pad(identity, (0, v.shape[-1]))                                                            # (B, H, K, K+V)
+    return kda(k, k, torch.cat([torch.zeros_like(k), v.to(k.dtype)], dim=-1), g, beta, state)[1].split([K, v.shape[-1]], dim=-1)
 
 
 def compose(M, S, state):
@@ -361,6 +365,7 @@ class KDA(nn.Module):
         super().__init__()
         d, self.H, self.K, self.V = config.n_embd, config.n_head, config.kda_key_dim, config.kda_value_dim
         self.g_min = config.g_min
+        self.context_group = None                                          # of the ranks that hold one sequence between them; train.py sets it
         self.q_proj = nn.Linear(d, self.H * self.K, bias=False)
         self.k_proj = nn.Linear(d, self.H * self.K, bias=False)
         self.v_proj = nn.Linear(d, self.H * self.V, bias=False)
@@ -400,15 +405,35 @@ class KDA(nn.Module):
         z = (fp32(self.f_b_proj(self.f_a_proj(x))) + self.dt_bias).unflatten(-1, (self.H, self.K))
         return self.g_min * torch.sigmoid(self.A_log.exp().unsqueeze(-1) * z)
 
+    def tails_before(self, inputs):
+        """Context parallelism: the last inputs of each convolution on the rank before, zeros on the first. inputs: three of (B, T, D)."""
+        rank, C = self.context_group.rank(), self.context_group.size()
+        last = torch.cat(inputs, dim=-1)[:, 1 - self.q_conv1d.weight.shape[-1]:]                         # (B, width-1, D of all)
+        receive, send = [int(r == rank - 1) for r in range(C)], [int(r == rank + 1) for r in range(C)]
+        received = exchange(last.expand(sum(send), *last.shape), send, receive, self.context_group)      # (0 or 1, B, width-1, D of all)
+        return received.sum(0).split([y.shape[-1] for y in inputs], dim=-1)
+
+    def state_before(self, k, v, g, beta):
+        """Context parallelism (§5.1.2): what this rank's stretch makes of any state goes to all later ranks; from those before → the entering state."""
+        rank, C, K = self.context_group.rank(), self.context_group.size(), k.shape[-1]
+        ours = torch.cat(kda_segment(k, v, g, beta), dim=-1)                                             # (B, H, K, K+V)
+        receive, send = [int(r < rank) for r in range(C)], [int(r > rank) for r in range(C)]
+        before = exchange(ours.expand(sum(send), *ours.shape), send, receive, self.context_group)        # (rank, B, H, K, K+V)
+        nothing = before[:0, ..., K:].sum(0)                               # zeros, but in the graph: the first rank, too, goes backward through it
+        return compose(before[..., :K], before[..., K:], nothing)[-1]
+
     def forward(self, x, cache=None):
-        tails = cache["tails"] if cache else [None] * 3
+        """With a context_group, x is this rank's stretch of the sequence, at least as long as a convolution's tail and without a cache."""
         *inputs, b, z = linears(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj)
+        tails = cache["tails"] if cache else self.tails_before(inputs) if self.context_group else [None] * 3
         (q, k, v), tails = zip(*(conv(y, tail) for conv, y, tail in zip(self._convs(), inputs, tails)))
         q = unit(q.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         k = unit(k.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         v = v.unflatten(-1, (self.H, self.V))                              # (B, T, H, V)
         beta = fp32(b).sigmoid()                                           # (B, T, H)
-        o, state = kda(q, k, v, self.log_decay(x), beta, cache["state"] if cache else None)
+        g = self.log_decay(x)
+        state = cache["state"] if cache else self.state_before(k, v, g, beta) if self.context_group else None
+        o, state = kda(q, k, v, g, beta, state)
         if cache:
             cache["state"], cache["tails"] = state.detach(), tails
         return self.o_proj(z.sigmoid() * self.o_norm(o).flatten(2))        # of (B, T, H·V)

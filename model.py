@@ -21,9 +21,10 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 import muon
-from attnres import Mix, RMSNorm, Stream, fp32, linears
+from attnres import Mix, RMSNorm, Stream, exchange, fp32, linears
 from kda import KDA
 from moe import LatentMoE, SiTUGLU, load_figures
 
@@ -138,6 +139,7 @@ class GatedMLA(nn.Module):
         self.g_proj = nn.Linear(d, self.H * self.V, bias=False)
         self.o_proj = nn.Linear(self.H * self.V, d, bias=False)
         self.register_buffer("max_logit", torch.full((self.H,), -torch.inf), persistent=False)      # of the step, for QK-Clip
+        self.context_group = None                  # of the ranks that hold one sequence between them; train.py sets it
 
     def new_cache(self, batch_size):
         return dict(latents=self.o_proj.weight.new_zeros(batch_size, 0, self.R + self.rope), length=0)
@@ -148,21 +150,32 @@ class GatedMLA(nn.Module):
         q = self.q_b_proj(self.q_a_layernorm(q)).view(B, T, self.H, self.nope + self.rope)
         c, k_shared = c.split([self.R, self.rope], dim=-1)
         c = self.kv_a_layernorm(c)                                         # (B, T, R)
+        if self.context_group:
+            c, k_shared = self.latents_before(torch.cat([c, k_shared], dim=-1)).split([self.R, self.rope], dim=-1)     # (B, S, ·), S ≥ T
         past = cache["length"] if cache else 0
         if cache:
             self.append(cache, torch.cat([c, k_shared], dim=-1))
         o = self.absorbed(q, cache["latents"][:, :past + T]) if past else self.expanded(q, c, k_shared)
         return self.o_proj(z.sigmoid() * o.flatten(2))
 
+    def latents_before(self, latents):
+        """Context parallelism: latents (B, T, R + rope) go to this rank and all later ones → those from the start of the sequence on, (B, S, R + rope)."""
+        rank, C = self.context_group.rank(), self.context_group.size()
+        receive, send = [int(r <= rank) for r in range(C)], [int(r >= rank) for r in range(C)]
+        got = exchange(latents.expand(sum(send), *latents.shape), send, receive, self.context_group)        # (rank + 1, B, T, ·)
+        return torch.cat(got.unbind(0), dim=1)
+
     def expanded(self, q, c, k_shared):
-        """The definition, for a sequence from its start: keys and values of every head. → (B, T, H, V)."""
-        B, T, H, _ = q.shape
-        k, v = self.kv_b_proj(c).view(B, T, H, self.nope + self.V).split([self.nope, self.V], dim=-1)
-        k = torch.cat([k, k_shared.unsqueeze(2).expand(B, T, H, self.rope)], dim=-1)
+        """The definition, for a sequence from its start: keys and values of every head. q's T tokens are the last of c's S. → (B, T, H, V)."""
+        (B, T, H, _), S = q.shape, c.shape[1]
+        k, v = self.kv_b_proj(c).view(B, S, H, self.nope + self.V).split([self.nope, self.V], dim=-1)
+        k = torch.cat([k, k_shared.unsqueeze(2).expand(B, S, H, self.rope)], dim=-1)
         if self.training and torch.is_grad_enabled():
             largest = largest_logit(q.detach(), k.detach())
             self.max_logit.copy_(torch.maximum(self.max_logit, largest))
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                   # (B, H, T, ·)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                   # (B, H, T or S, ·)
+        if S > T:                                                          # the diagonal ends at the last key, where is_causal starts it at the first
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(T, S)).transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     def absorbed(self, q, latents):
@@ -198,18 +211,18 @@ class GatedMLA(nn.Module):
 @torch.no_grad()
 def largest_logit(q, k, tau=100.0):
     """
-    q, k (B, T, H, D) → (H): the largest causal logit of each head. |q||k| bounds it; where no bound exceeds tau nothing will be
-    clipped, the exact maximum does not matter, and the bounds are returned.
+    q (B, T, H, D), k (B, S, H, D), q's tokens being the last of k's → (H): the largest causal logit of each head. |q||k| bounds it; where no
+    bound exceeds tau nothing will be clipped, the exact maximum does not matter, and the bounds are returned.
     """
     scale = q.shape[-1] ** -0.5
     bound = q.norm(dim=-1).amax((0, 1)) * k.norm(dim=-1).amax((0, 1)) * scale
     if bound.max() <= tau:
         return bound
-    T = q.shape[1]
+    T, past = q.shape[1], k.shape[1] - q.shape[1]
     largest = torch.full_like(bound, -torch.inf)
-    for start in range(0, T, 256):                                         # so that (T, T) logits never exist at once
-        logits = torch.einsum("bthd,bshd->bhts", q[:, start:start + 256], k[:, :start + 256]).float() * scale
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(start + 1)
+    for start in range(0, T, 256):                                         # so that (T, S) logits never exist at once
+        logits = torch.einsum("bthd,bshd->bhts", q[:, start:start + 256], k[:, :past + start + 256]).float() * scale
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(past + start + 1)
         largest = torch.maximum(largest, logits.masked_fill(future, -torch.inf).amax((0, 2, 3)))
     return largest
 
@@ -341,6 +354,22 @@ class K3(nn.Module):
 
     # ---- training it
 
+    def share_experts(self, group, balance_ranks=False):
+        """From now on this process holds its part of the experts only, and the process group computes them together."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, LatentMoE):
+                layer.mlp.share_experts(group, balance_ranks)
+
+    def shared_out(self):
+        """{name: parameter} of the expert weights, if this process holds only its part of them."""
+        moes = {i: layer.mlp for i, layer in enumerate(self.layers) if isinstance(layer.mlp, LatentMoE) and layer.mlp.group}
+        return {f"layers.{i}.mlp.{name}": getattr(m, name) for i, m in moes.items() for name in ("w13", "w2")}
+
+    def share_context(self, group):
+        """From now on a batch is this process's stretch of sequences that the process group holds together, rank 0 their start."""
+        for layer in self.layers:
+            layer.attn.context_group = group
+
     @torch.no_grad()
     def update_router_bias(self):
         """
@@ -355,9 +384,10 @@ class K3(nn.Module):
                 figures.append(dict(layer=i, load=load, max_violation=violation, dead=dead))
         return figures
 
-    def configure_optimizers(self, lr, weight_decay=0.1):
+    def configure_optimizers(self, lr, weight_decay=0.1, ranks=None, replicas=None):
         """Per-Head Muon for the matrices, AdamW for the rest; every step ends with QK-Clip. The lists are all there is: each parameter
-        stands in exactly one."""
+        stands in exactly one. ranks: the process group that shares the work of the step, if there are several processes; replicas: likewise
+        the group of those that hold the same experts as this one, if experts are shared out."""
         per_head, whole, decayed, plain = [], [], [self.embed, self.lm_head], [self.out_mix.w, self.out_mix.norm, self.norm]
         for layer in self.layers:
             a, m = layer.attn, layer.mlp
@@ -379,8 +409,11 @@ class K3(nn.Module):
         per_head, whole, decayed, plain = ([getattr(p, "weight", p) for p in group] for group in (per_head, whole, decayed, plain))
         listed = [id(p) for p in per_head + whole + decayed + plain]
         assert sorted(listed) == sorted(id(p) for p in self.parameters()), "a parameter is listed twice or not at all"
+        experts = list(self.shared_out().values())
+        copies = [(ranks, [p for p in self.parameters() if p not in set(experts)]), (replicas, experts)]
         return muon.MuonAdamW([dict(params=per_head, blocks=self.config.n_head), dict(params=whole)],
-                              [dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr, weight_decay, after_step=self.qk_clip)
+                              [dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr, weight_decay, after_step=self.qk_clip,
+                              copies=[(group, params) for group, params in copies if group and params])
 
     def qk_clip(self):
         """Scale down the MLA heads whose logits passed 100 in this step, and start counting anew."""
@@ -412,9 +445,10 @@ class K3(nn.Module):
     # ---- counting it
 
     def num_params(self):
-        """All parameters, embedding and router biases included."""
-        biases = [layer.mlp.router_bias for layer in self.layers if isinstance(layer.mlp, LatentMoE)]
-        return sum(p.numel() for p in [*self.parameters(), *biases])
+        """All parameters, embedding and router biases included, and the experts of all ranks."""
+        moes = [layer.mlp for layer in self.layers if isinstance(layer.mlp, LatentMoE)]
+        elsewhere = sum((m.E - len(w)) * w[0].numel() for m in moes for w in (m.w13, m.w2))
+        return sum(p.numel() for p in [*self.parameters(), *(m.router_bias for m in moes)]) + elsewhere
 
     def num_active_params(self):
         """Those that one token meets: of the experts only the chosen; the input embedding, a lookup, is not counted."""
@@ -422,7 +456,7 @@ class K3(nn.Module):
         for layer in self.layers:
             if isinstance(layer.mlp, LatentMoE):
                 m = layer.mlp
-                idle += (m.w13.numel() + m.w2.numel()) * (m.E - m.k) // m.E
+                idle += (m.w13[0].numel() + m.w2[0].numel()) * (m.E - m.k)
         return self.num_params() - self.embed.weight.numel() - idle
 
     def flops_per_token(self, T):

@@ -16,16 +16,23 @@ cutoff α, the (k+1)-th largest of its s + b; so expert j would need the bias r 
 tokens is the bias with which k/E of them take the expert: a perfect load. `quantile_bias` is that, by sorting; `QuantileHistogram` is the
 same from counts in 1000 bins, which can be added up over micro-batches and ranks.
 
+With the experts split over M processes (`share_experts`), rank r is home to experts r·E/M … (r+1)·E/M − 1, and tokens travel: what is sent for a
+token and expert, there and back, is its latent of ℓ numbers, not d. `LatentMoE.dispatch` says who sends what to whom, `experts` does it. Nothing
+is dropped and nothing padded: a rank may get any number of rows, none included. Since loads differ from rank to rank, `plan_redundant` (§5.2.1,
+App. E: MoonEP) can even them out exactly, by lending experts to ranks that have less to do.
+
 K3's routed experts are released in MXFP4. A model that is to be kept so can be trained for it: with qat="mxfp4" every forward sees the
 routed experts as MXFP4 would keep them (`mxfp4_parts`), and the gradient goes straight through to the weights.
 """
 import math
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, fp32, kernels, linears
+from attnres import RMSNorm, exchange, fp32, kernels, linears
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -185,6 +192,42 @@ class _MXFP4(torch.autograd.Function):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Experts over ranks
+
+def at_home(counts, R):
+    """counts (E) → (R, E) int64: the tokens of expert e that rank r computes, when every expert stays on its home rank."""
+    E = len(counts)
+    home = torch.arange(E) // (E // R) == torch.arange(R).unsqueeze(1)     # (R, E)
+    return home * counts.long()
+
+
+def plan_redundant(counts, R):
+    """
+    counts (E) int: tokens per expert, E a multiple of R → (R, E) int64: the tokens of expert e that rank r is to compute, so that every rank has
+    the same number (to one, where R does not divide the total) and computes at most E/R experts that are not its own.
+
+    One rank after another is filled up, each from a single rank that has too much: it takes that one's largest experts, whole but for the last.
+    A rank that has given may be left with too little; then it is filled in its turn. Nobody is filled twice, so nobody borrows from two homes.
+    """
+    E = len(counts)
+    if E % R:
+        raise ValueError(f"plan_redundant: {E} experts cannot be split evenly over {R} ranks")
+    plan = at_home(torch.as_tensor(counts).cpu(), R).tolist()
+    load = [sum(row) for row in plan]
+    target = [sum(load) // R + (r < sum(load) % R) for r in range(R)]
+    while load != target:
+        low = min(range(R), key=lambda r: load[r] - target[r])
+        high = max(range(R), key=lambda r: load[r] - target[r])            # has more than low lacks: it has more than its own target
+        for e in sorted(range(high * E // R, (high + 1) * E // R), key=lambda e: -plan[high][e]):
+            moved = min(plan[high][e], target[low] - load[low])
+            plan[high][e] -= moved
+            plan[low][e] += moved
+            load[high] -= moved
+            load[low] += moved
+    return torch.tensor(plan)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The layer
 
 class _Reorder(torch.autograd.Function):
@@ -199,6 +242,11 @@ class _Reorder(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         return dy[ctx.saved_tensors[0]], None, None
+
+
+def inverse_of(order):
+    """The permutation that undoes order (n)."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def grouped_mm(x, w, ends):
@@ -218,6 +266,7 @@ class LatentMoE(nn.Module):
         self.E, self.k, self.scale = config.num_experts, config.num_experts_per_token, config.routed_scaling_factor
         self.beta, self.linear_beta, self.bias_ema = config.situ_beta, config.situ_linear_beta, config.router_bias_ema
         self.qat = config.qat
+        self.group, self.balance_ranks = None, False                       # share_experts sets them
         self.router = nn.Linear(d, self.E, bias=False)
         self.register_buffer("router_bias", torch.zeros(self.E))
         self.histogram = QuantileHistogram(self.E)
@@ -260,16 +309,69 @@ class LatentMoE(nn.Module):
         """z (m, ℓ), chosen, p (m, k) → Σ p · expert(z), (m, ℓ). Tokens sorted by expert, then one grouped product per matrix."""
         (m, latent), k = z.shape, self.k
         by_expert, order = chosen.flatten().sort(stable=True)              # (m·k): expert and slot of each row
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(m * k, device=z.device))
-        ends = torch.searchsorted(by_expert, torch.arange(self.E, device=z.device), right=True).int()   # where each expert's rows end
-        rows = z.unsqueeze(1).expand(m, k, latent).reshape(m * k, latent)
-        rows = _Reorder.apply(rows, order, inverse)                        # (m·k, ℓ), by expert
         w13, w2 = (_MXFP4.apply(w) if self.qat else w for w in (self.w13, self.w2))
         w13, w2 = w13.to(z.dtype).flatten(1, 2), w2.to(z.dtype)            # (E, 2m, ℓ), (E, ℓ, m)
-        g, u = grouped_mm(rows, w13.mT, ends).chunk(2, dim=-1)             # (m·k, hidden) each
-        out = grouped_mm(situ(g, u, self.beta, self.linear_beta), w2.mT, ends)                     # (m·k, ℓ)
+        if self.group is None:
+            ends = torch.searchsorted(by_expert, torch.arange(self.E, device=z.device), right=True).int()   # where each expert's rows end
+        else:
+            way = self.dispatch(by_expert)
+            order = order[way.by_rank]
+        inverse = inverse_of(order)
+        rows = z.unsqueeze(1).expand(m, k, latent).reshape(m * k, latent)
+        rows = _Reorder.apply(rows, order, inverse)                        # (m·k, ℓ), by expert
+        if self.group is None:
+            out = self.products(rows, w13, w2, ends)                       # (m·k, ℓ)
+        else:                                                              # the same, with a journey before and after
+            rows = exchange(rows, way.send, way.receive, self.group)       # (n, ℓ), by source rank, then by expert
+            if self.balance_ranks:                                         # experts that are lent come after our own
+                w13, w2 = (torch.cat([w, exchange(w[way.lend], way.lend_send, way.lend_receive, self.group)]) for w in (w13, w2))
+            rows = _Reorder.apply(rows, way.by_slot, way.by_slot_back)     # (n, ℓ), by expert
+            out = self.products(rows, w13, w2, way.ends)
+            out = _Reorder.apply(out, way.by_slot_back, way.by_slot)
+            out = exchange(out, way.receive, way.send, self.group)         # (m·k, ℓ)
         out = _Reorder.apply(out, inverse, order).view(m, k, latent)
         return (out * p.unsqueeze(-1).to(out.dtype)).sum(1)
+
+    def products(self, rows, w13, w2, ends):
+        """rows (n, ℓ) sorted by expert, w13 (experts, 2m, ℓ), w2 (experts, ℓ, m), ends (experts): where each one's rows end → (n, ℓ)."""
+        g, u = grouped_mm(rows, w13.mT, ends).chunk(2, dim=-1)             # (n, hidden) each
+        return grouped_mm(situ(g, u, self.beta, self.linear_beta), w2.mT, ends)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def dispatch(self, by_expert):
+        """
+        by_expert (rows): the expert of each of this rank's rows, ascending → who computes them, all that `experts` needs to know of it.
+        One all-gather of E counts; from these every rank derives the whole plan.
+        """
+        M, me, device = self.group.size(), self.group.rank(), by_expert.device
+        own = self.E // M
+        counts = torch.bincount(by_expert, minlength=self.E)               # (E)
+        all_counts = torch.empty(M, self.E, dtype=torch.int64, device=device)
+        dist.all_gather(list(all_counts), counts, group=self.group)
+        counts = all_counts.cpu()                                          # (source, E)
+        plan = (plan_redundant if self.balance_ranks else at_home)(counts.sum(0), M)               # (worker, E)
+        # all rows of an expert stand in one line, rank 0's first; its workers take from the head of the line, in order
+        came, taken = counts.cumsum(0).unsqueeze(1), plan.cumsum(0)        # where each one's part of the line ends
+        flow = (torch.minimum(came, taken) - torch.maximum(came - counts.unsqueeze(1), taken - plan)).clamp(min=0)     # (source, worker, E)
+        worker = torch.arange(M).repeat(self.E).repeat_interleave(flow[me].T.flatten())            # (rows): of our own rows
+        here = torch.arange(me * own, (me + 1) * own)
+        borrows = (plan > 0) & (torch.arange(self.E) // own != torch.arange(M).unsqueeze(1))       # (worker, E)
+        lent = borrows.view(M, M, own).sum(-1)                             # (worker, home): how many experts
+        here = torch.cat([here, borrows[me].nonzero().squeeze(1)])         # the experts that are computed on this rank
+        slot = torch.full((self.E,), -1).scatter_(0, here, torch.arange(len(here)))
+        by_slot = slot.repeat(M).repeat_interleave(flow[:, me].flatten()).argsort(stable=True)     # (n): of the rows that come
+        return SimpleNamespace(
+            by_rank=worker.argsort(stable=True).to(device), send=flow[me].sum(1).tolist(), receive=flow[:, me].sum(1).tolist(),
+            by_slot=by_slot.to(device), by_slot_back=inverse_of(by_slot).to(device), ends=plan[me, here].cumsum(0).int().to(device),
+            lend=(borrows[:, me * own:(me + 1) * own].nonzero()[:, 1]).to(device), lend_send=lent[:, me].tolist(), lend_receive=lent[me].tolist())
+
+    def share_experts(self, group, balance_ranks=False):
+        """Keep only the experts that are at home on this rank of the process group, before there is an optimizer."""
+        own = self.E // group.size()
+        for name in ("w13", "w2"):
+            setattr(self, name, nn.Parameter(getattr(self, name).detach()[group.rank() * own:(group.rank() + 1) * own].clone()))
+        self.group, self.balance_ranks = group, balance_ranks
 
     def forward(self, x, counted=None):
         flat = x.flatten(0, -2)                                            # (m, d)

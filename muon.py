@@ -12,6 +12,8 @@ shapes and blocks only; which parameter has which is listed in model.py. Paramet
 norms, biases, …) go to torch's AdamW.
 """
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 
 def newton_schulz(G, steps=5):
@@ -44,6 +46,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, param_groups, lr=0.02, weight_decay=0.1, momentum=0.95):
         super().__init__(param_groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum, blocks=1))
+        self.others = set()                                                # parameters that another rank steps (MuonAdamW)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.dim() < 2 or p.shape[-2] % group["blocks"]:
@@ -55,6 +58,8 @@ class Muon(torch.optim.Optimizer):
         todo = {}                                                          # block shape → [(parameter, group, its blocks)]
         for group in self.param_groups:
             for p in group["params"]:
+                if p in self.others:
+                    continue
                 g = torch.zeros_like(p) if p.grad is None else p.grad
                 if "momentum" not in self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
@@ -71,20 +76,33 @@ class Muon(torch.optim.Optimizer):
 
 
 class MuonAdamW:
-    """Muon and AdamW as one object, with the interface of an optimizer. after_step() runs at the end of every step."""
+    """
+    Muon and AdamW as one object, with the interface of an optimizer. after_step() runs at the end of every step.
 
-    def __init__(self, muon_groups, adamw_groups, lr, weight_decay, after_step=lambda: None):
+    copies: pairs of a process group and the parameters of which all its ranks hold the same copy, with the same gradient. The work is then
+    shared out: each parameter has one rank that keeps its moments and steps it, and all get the result in one gathering per group and step,
+    whatever gradients there are. state_dict() holds the moments of this rank's share, under the numbers that one process would give them.
+    """
+
+    def __init__(self, muon_groups, adamw_groups, lr, weight_decay, after_step=lambda: None, copies=()):
         self.muon = Muon(muon_groups, lr=lr, weight_decay=weight_decay)
         self.adamw = torch.optim.AdamW(adamw_groups, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
         self.after_step = after_step
+        self.shares = [(group, share_out(params, group.size())) for group, params in copies]
+        self.owner = {p: r for _, shares in self.shares for r, share in enumerate(shares) for p in share}    # rank in the group
+        self.muon.others = {p for group, shares in self.shares for r, share in enumerate(shares) for p in share if r != group.rank()}
 
     @property
     def param_groups(self):
         return self.muon.param_groups + self.adamw.param_groups
 
     def step(self):
+        for p in self.muon.others:
+            p.grad = None                                                  # AdamW, too, leaves it alone
         self.muon.step()
         self.adamw.step()
+        for group, shares in self.shares:
+            hand_round(shares, group)
         self.after_step()
 
     def zero_grad(self, set_to_none=True):
@@ -97,6 +115,30 @@ class MuonAdamW:
     def load_state_dict(self, state):
         self.muon.load_state_dict(state["muon"])
         self.adamw.load_state_dict(state["adamw"])
+
+
+def share_out(params, n):
+    """A list of parameters → n lists with about as many numbers in each; the same on every rank, as it looks at shapes only."""
+    shares, load = [[] for _ in range(n)], [0] * n
+    for p in sorted(params, key=lambda p: -p.numel()):
+        r = load.index(min(load))
+        shares[r].append(p)
+        load[r] += p.numel()
+    return shares
+
+
+@torch.no_grad()
+def hand_round(shares, group):
+    """Every rank's own parameters to all ranks of the group, in place."""
+    sizes = [sum(p.numel() for p in share) for share in shares]
+    like = [p.new_empty(0) for share in shares for p in share]             # joined with these, a dtype that holds all: bf16 survives fp32
+    ours = torch.cat([*like, *(p.flatten() for p in shares[group.rank()])])
+    everything = ours.new_empty(len(shares), max(sizes))
+    dist.all_gather(list(everything), F.pad(ours, (0, max(sizes) - len(ours))), group=group)
+    for r, (share, values) in enumerate(zip(shares, everything)):
+        if r != group.rank():
+            for p, value in zip(share, values[:sizes[r]].split([p.numel() for p in share])):
+                p.copy_(value.view(p.shape))
 
 
 @torch.no_grad()

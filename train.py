@@ -4,6 +4,7 @@ Train a K3.
     python train.py config/shakespeare.py                       settings from a file, plain `name = value` lines
     python train.py config/shakespeare.py --lr=2e-3 --steps=500     and from the command line, which wins
     python train.py config/shakespeare.py --resume              go on where the last checkpoint stopped, bit for bit on the same CPU
+    torchrun --nproc_per_node=8 train.py config/gpu_small.py --expert_parallel=8        on 8 GPUs (or CPU processes)
     python train.py --init_from=FOLDER --data=mine --lr=1e-3    fine-tune released weights (weights.py); the sizes are the folder's
     python train.py --help                                      all settings and their defaults
 
@@ -16,24 +17,32 @@ Ctrl-C and SIGTERM finish the step, save and leave. Everything random is a funct
 `step`, which is also what schedule, checkpoints and data positions count.
 """
 import ast
+import atexit
+import contextlib
 import ctypes
 import difflib
+import itertools
 import json
 import math
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import weights
 from data import prepare, tokenizer
 from model import K3, K3Config
+from moe import LatentMoE
 
 
 @dataclass
@@ -43,7 +52,7 @@ class Settings:
     out_dir: str = ""                  # "": out/ and the name of the config file
     init_from: str = ""                # a folder of released weights to start from; "": anew. Data: --tokenizer=FOLDER/tiktoken.model
     seed: int = 1
-    # a step: grad_accum micro-batches of batch_size sequences of `context` tokens
+    # a step: grad_accum micro-batches of batch_size sequences of `context` tokens. With several processes this is what all do together
     batch_size: int = 16
     context: int = 256
     grad_accum: int = 1
@@ -66,10 +75,16 @@ class Settings:
     dtype: str = "auto"                # bfloat16 (autocast) or float32. auto: bfloat16 on GPUs that have it
     compile: bool = False              # torch.compile
     resume: bool = False
+    # several processes (torchrun)
+    expert_parallel: int = 1           # so many processes share out the experts of every layer between them; the others hold copies
+    balance_ranks: bool = False        # lend experts so that each of them computes the same number of tokens
+    context_parallel: int = 1          # so many processes share out every sequence between them
+    timeout: int = 600                 # seconds without word from another process, then the run ends
 
 
 # What a resumed run may change; anything else would make it another run.
-FREE = ("out_dir", "steps", "log_every", "eval_every", "eval_batches", "tensorboard", "wandb", "device", "dtype", "compile", "resume")
+FREE = ("out_dir", "steps", "log_every", "eval_every", "eval_batches", "tensorboard", "wandb", "device", "dtype", "compile", "resume",
+        "expert_parallel", "balance_ranks", "context_parallel", "timeout")
 TYPES = {f.name: f.type for f in (*fields(Settings), *fields(K3Config))}
 
 
@@ -133,7 +148,7 @@ def make_settings(given, enc):
     if config.vocab_size < enc.n_vocab:
         raise ValueError(f"vocab_size = {config.vocab_size}: the tokenizer of data/{settings.data} has {enc.n_vocab} tokens; leave vocab_size out, "
                          "or give at least that many")
-    for name in ("batch_size", "context", "grad_accum", "steps", "log_every", "eval_every", "eval_batches"):
+    for name in ("batch_size", "context", "grad_accum", "steps", "log_every", "eval_every", "eval_batches", "timeout"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} = {getattr(settings, name)}: must be at least 1")
     if settings.lr <= 0 or not 0 <= settings.min_lr <= 1 or settings.weight_decay < 0 or settings.grad_clip < 0:
@@ -200,8 +215,8 @@ def learning_rate(settings, step):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, settings, device, autocast):
-    """Mean loss in nats per token over evenly spread windows."""
+def evaluate(model, tokens, settings, device, autocast, ranks):
+    """Mean loss in nats per token over evenly spread windows, shared out over the ranks."""
     model.eval()
     T, B = settings.context, settings.batch_size
     windows = (len(tokens) - 1) // T
@@ -209,11 +224,13 @@ def evaluate(model, tokens, settings, device, autocast):
         np.linspace(0, len(tokens) - T - 1, settings.eval_batches * B).astype(np.int64)
     total = 0.0
     for i in range(0, len(starts), B):
-        x, y = (z.to(device) for z in get_windows(tokens, starts[i:i + B], T))
+        ours = starts[i:i + B][ranks.data::ranks.data_ranks]
+        x, y = get_windows(tokens, ours if len(ours) else starts[:1], T)   # who has none computes along, as the others may need its experts
+        x, y = (ranks.stretch(z).to(device) for z in (x, y))
         with autocast:
-            total += model(x, y)[1].item() * len(x)
+            total += model(x, y)[1].item() * len(ours)
     model.train()
-    return total / len(starts)
+    return ranks.sum(total)[0] / ranks.C / len(starts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,7 +257,7 @@ def save_checkpoint(out_dir, step, content):
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         raise OSError(f"could not write {path} ({reason}). Kept: {kept}. Make room and go on with --resume") from None
     for old in checkpoints(out_dir)[:-2]:
-        old.unlink()
+        old.unlink(missing_ok=True)
 
 
 def load_checkpoint(path, device="cpu"):
@@ -261,6 +278,210 @@ def load_checkpoint(path, device="cpu"):
         raise ValueError(f"{path} cannot be read ({str(error).splitlines()[0][:100]}): it is truncated or no checkpoint of nanoK3; "
                          + (f"delete it to go on from {others[-1]}" if others else "train anew")) from None
     return content
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# several processes
+
+class Ranks:
+    """
+    N processes that are one run: this one's rank, and what they do together. With one process everything here is the identity.
+
+    All hold the dense parameters, whose gradients DDP averages. M neighbours share out the experts (moe.py); the N/M that hold the same ones
+    add up those gradients here. C neighbours share out every sequence (kda.py, model.py). Each draws the windows of the whole step and takes
+    its part, so that a step is the same, to rounding, whatever N, M and C are.
+    """
+
+    def __init__(self):
+        self.N, self.rank, self.local = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+        self.M = self.C = self.data_ranks = 1
+        self.data, self.everyone, self.experts, self.replicas, self.context, self.store = 0, None, None, None, None, None
+
+    def check(self, settings, config):
+        """That everything can be shared out evenly. Errors: ValueError naming the setting."""
+        self.M, self.C = settings.expert_parallel, settings.context_parallel
+        for name, parts in (("expert_parallel", self.M), ("context_parallel", self.C)):
+            if parts < 1 or self.N % parts:
+                raise ValueError(f"{name} = {parts}: must divide the number of processes, here {self.N} (torchrun --nproc_per_node=N train.py …)")
+        if config.num_experts % self.M:
+            raise ValueError(f"expert_parallel = {self.M}: must divide num_experts = {config.num_experts}")
+        if settings.balance_ranks and self.M == 1:
+            raise ValueError("balance_ranks: there is nothing to balance with expert_parallel = 1")
+        self.data, self.data_ranks = self.rank // self.C, self.N // self.C
+        self.accum = math.gcd(settings.grad_accum, self.data_ranks)        # micro-batches are shared out first, then the sequences in them
+        for length in [length for _, length in settings.context_stages] or [settings.context]:
+            if length % self.C or length // self.C < config.conv_size - 1:
+                raise ValueError(f"context_parallel = {self.C}: must divide the context, {length}, into stretches of at least {config.conv_size - 1} tokens")
+            batch = settings.batch_size * settings.context // length
+            if batch % (self.data_ranks // self.accum):
+                raise ValueError(f"batch_size = {batch} at context {length} and grad_accum = {settings.grad_accum} cannot be shared out evenly over "
+                                 f"{self.data_ranks} processes; make their product a multiple of that")
+
+    def start(self, device, timeout):
+        """Meet the other processes and form the groups."""
+        if self.N == 1:
+            return
+        if device == "cuda":
+            torch.cuda.set_device(self.local)
+        wait, (N, M, C) = timedelta(seconds=timeout), (self.N, self.M, self.C)
+        self.store, *_ = next(dist.rendezvous("env://", timeout=wait))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=self.store, rank=self.rank, world_size=N, timeout=wait)
+        over = threading.Event()
+
+        def beat():                                                        # a sign of life, also while the main thread waits for the others
+            for n in itertools.count():
+                self.store.set(f"beat/{self.rank}", str(n))
+                if over.wait(2):
+                    break
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        atexit.register(lambda: (over.set(), thread.join(5)))
+        self.device, self.everyone, self.objects = device, dist.group.WORLD, dist.new_group(backend="gloo", timeout=wait)
+
+        def groups(lists):
+            return dist.new_subgroups_by_enumeration(lists, timeout=wait)[0]
+        if M > 1:
+            self.experts, self.replicas = groups([[*range(i, i + M)] for i in range(0, N, M)]), groups([[*range(i, N, M)] for i in range(M)])
+        if C > 1:
+            self.context = groups([[*range(i, i + C)] for i in range(0, N, C)])
+
+    def wrap(self, model):
+        """DDP for all parameters but experts that are shared out and the first layer's attention mixture, which has no gradient (model.py)."""
+        if self.N == 1:
+            return model
+        left_out = [*model.shared_out(), *(f"layers.0.attn_mix.{name}" for name, _ in model.layers[0].attn_mix.named_parameters())]
+        left_out += [name for name, _ in model.named_buffers()]            # counts are summed in sum_counts
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def micro_batches(self, grad_accum):
+        """The numbers of those that this rank has a part in."""
+        return range(self.data % self.accum, grad_accum, self.accum) if self.N > 1 else range(grad_accum)
+
+    def part(self, x):
+        """This rank's part of a micro-batch, (B, T) → (B·accum/data_ranks, T/C)."""
+        return self.stretch(x.chunk(self.data_ranks // self.accum)[self.data // self.accum]) if self.N > 1 else x
+
+    def stretch(self, x):
+        """This rank's part of sequences: (B, T) → (B, T/C)."""
+        return x.chunk(self.C, dim=1)[self.rank % self.C]
+
+    def sum(self, *values):
+        """Numbers → their sums over all ranks, the same ones everywhere."""
+        if self.N > 1:
+            values = torch.tensor(values, dtype=torch.float64, device=self.device)
+            dist.all_reduce(values)
+            values = values.tolist()
+        return values
+
+    def sum_gradients(self, model, loss, stop):
+        """
+        After the step's last backward → the mean loss, the norm of all gradients (the dense parameters once, each expert once), whether any
+        rank is to stop; the same on all ranks, so that they go on, skip or stop together.
+        """
+        experts = model.shared_out()
+        for p in experts.values():                                         # a mean over all ranks' losses: each has sent its part to the expert's home
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.div_(self.N)
+            dist.all_reduce(p.grad, group=self.replicas)
+        dense = [p.grad for name, p in model.named_parameters() if name not in experts and p.grad is not None]
+        dense, own = (torch.nn.utils.get_total_norm(grads).item() ** 2 for grads in (dense, [p.grad for p in experts.values()]))
+        loss, squares, stop = self.sum(loss / self.N, (dense + own * self.M) / self.N, float(stop))
+        return loss, math.sqrt(squares), stop > 0
+
+    def sum_counts(self, model):
+        """What Quantile Balancing counted, in one message for all layers, and the largest logits for QK-Clip in another."""
+        if self.N == 1:
+            return
+        counts = [x for layer in model.layers if isinstance(layer.mlp, LatentMoE) for x in (layer.mlp.histogram.counts, layer.mlp.load)]
+        logits = [layer.attn.max_logit for layer in model.layers if hasattr(layer.attn, "max_logit")]
+        for tensors, op in ((counts, dist.ReduceOp.SUM), (logits, dist.ReduceOp.MAX)):
+            if tensors:
+                flat = torch.cat([x.flatten().to(tensors[0].dtype) for x in tensors])
+                dist.all_reduce(flat, op)
+                for x, new in zip(tensors, flat.split([x.numel() for x in tensors])):
+                    x.copy_(new.view(x.shape))
+
+    def whole_state(self, model, optimizer):
+        """→ the state of model and optimizer that one process would have, experts under their global numbers: on rank 0. None elsewhere."""
+        state, moments = model.state_dict(), optimizer.state_dict()
+        if self.N == 1:
+            return state, moments
+        experts = model.shared_out()
+        ours = dict(model={name: state[name].cpu() for name in experts if self.rank < self.M},
+                    **{kind: {i: {k: v.cpu() for k, v in s.items()} for i, s in moments[kind]["state"].items()} for kind in moments})
+        parts = [None] * self.N if self.rank == 0 else None
+        dist.gather_object(ours, parts, group=self.objects)
+        if self.rank > 0:
+            return None, None
+        parts = [parts[r] for e in range(self.M) for r in range(e, self.N, self.M)]                # by the experts they hold
+        for name in experts:
+            state[name] = torch.cat([part["model"][name] for part in parts if name in part["model"]])
+        for kind, whole in moments.items():
+            params = [p for group in getattr(optimizer, kind).param_groups for p in group["params"]]
+            whole["state"] = {}
+            for i, p in enumerate(params):
+                found = [part[kind][i] for part in parts if i in part[kind]]                       # one; of an expert weight one per slice
+                if found:
+                    whole["state"][i] = {k: torch.cat([s[k] for s in found]) if v.dim() and len(found) > 1 else v for k, v in found[0].items()}
+        return state, moments
+
+    def load_state(self, model, optimizer, state, moments):
+        """The way back, on every rank: its part of the experts, and the moments of the parameters that it steps."""
+        mine = lambda x: x.chunk(self.M)[self.rank % self.M] if x.dim() else x
+        experts = model.shared_out()
+        model.load_state_dict({name: mine(x) if name in experts else x for name, x in state.items()})
+        part = {}
+        for kind, whole in moments.items():
+            params = [p for group in getattr(optimizer, kind).param_groups for p in group["params"]]
+            kept = {i: s for i, s in whole["state"].items() if params[i] not in optimizer.muon.others}
+            part[kind] = dict(whole, state={i: {k: mine(x) if params[i] in set(experts.values()) else x for k, x in s.items()} for i, s in kept.items()})
+        optimizer.load_state_dict(part)
+
+    def agree(self, **facts):
+        """Errors: ValueError where a rank has other facts than rank 0, which would be another run."""
+        if self.N > 1:
+            others = [None] * self.N
+            dist.all_gather_object(others, facts, group=self.objects)
+            for r, theirs in enumerate(others):
+                for name in facts:
+                    if theirs[name] != others[0][name]:
+                        raise ValueError(f"rank {r} has {name} = {theirs[name]}, rank 0 {others[0][name]}: all processes must see the same folders")
+
+    def first(self, f):
+        """f() on rank 0 alone, while the others wait; an error there is an error everywhere."""
+        error = [None]
+        if self.rank == 0:
+            try:
+                f()
+            except (OSError, ValueError) as e:
+                error = [e]
+        if self.N > 1:
+            dist.broadcast_object_list(error, src=0, group=self.objects)
+        if error[0]:
+            raise error[0]
+
+    def last_words(self, error):
+        """
+        The message that this process ends with. An error of its own it leaves for the others to read; one that comes from the loss of another
+        process names that: whoever has no heartbeat any more, or has said what stopped it.
+        """
+        if self.store is None:
+            return f"error: {error}" if self.local == 0 else 1             # before they met: the same on all, said once per machine
+        from_others = isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection", "Timed out"))
+        others = [r for r in range(self.N) if r != self.rank]
+        try:
+            self.store.set(f"end/{self.rank}", "" if from_others else str(error))
+            if not from_others:
+                return f"rank {self.rank}: error: {error}"
+            before = [self.store.get(f"beat/{r}") for r in others]
+            time.sleep(7)
+            ended = {r: self.store.get(f"end/{r}").decode() for r in others if self.store.check([f"end/{r}"])}
+            lost = [f"rank {r} stopped: {text}" for r, text in ended.items() if text]
+            lost += [f"rank {r} does not answer: it was killed, its machine is gone, or it hangs" for r, beat in zip(others, before)
+                     if r not in ended and self.store.get(f"beat/{r}") == beat]
+        except Exception:
+            lost = ["the process that keeps the store is gone (rank 0 or its torchrun)"]
+        return f"rank {self.rank}: lost touch. {'; '.join(lost) or error}. Start again with --resume"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -302,9 +523,6 @@ def set_up_machine(settings):
 
 def where_it_began(model, x, y, autocast):
     """After a loss or gradient that is not finite: the first place in the forward pass, else in the gradients, that is not."""
-    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-    if bad:
-        return f"the weights of {bad[0]}"
     found = []
 
     def check(name):
@@ -316,16 +534,20 @@ def where_it_began(model, x, y, autocast):
     parts = {name: m for name, m in model.named_modules() if name == "embed" or name.endswith((".attn", ".mlp", "lm_head"))}
     hooks = [module.register_forward_hook(check(name)) for name, module in parts.items()]
     with torch.no_grad(), autocast:
-        model.eval()(x, y)
+        model.eval()(x, y)                                                 # on every rank, whatever it finds: the others may need its experts
     for hook in hooks:
         hook.remove()
+    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    if bad:
+        return f"the weights of {bad[0]}"
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     return found[0] if found else f"the gradient of {bad[-1]}" if bad else "the loss"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-def train(arguments):
+def train(arguments, ranks=None):
+    ranks = ranks or Ranks()
     given, stem = read_arguments(arguments)
 
     # a resumed run starts from its own settings, and keeps them
@@ -342,6 +564,7 @@ def train(arguments):
     meta, enc = prepare.load_meta(folder)
     model = load_released(given["init_from"], given, enc) if given.get("init_from") and not saved else None
     settings, config = make_settings({**given, **asdict(model.config)} if model else given, enc)
+    ranks.check(settings, config)
     identity = dict(sha256=meta["sha256"], train_tokens=meta["train_tokens"], val_tokens=meta["val_tokens"])
     if saved and (saved["data"] != identity or saved["tokenizer"] != tokenizer.to_dict(enc)):
         raise ValueError(f"data = {settings.data!r} is not what {given['out_dir']} was trained on (another text, tokenizer or split); prepare that "
@@ -354,32 +577,35 @@ def train(arguments):
     # model and optimizer
     device, dtype, peak = set_up_machine(settings)
     autocast = torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32)
+    ranks.start(device, settings.timeout)
     torch.manual_seed(settings.seed)
-    model = (model or K3(config)).train().to(device)
-    optimizer = model.configure_optimizers(settings.lr, settings.weight_decay)
-    step, seconds, saved_at = 0, 0.0, -1                                   # finished updates; time spent on them; the update last saved
+    model = (model or K3(config)).train()
+    if ranks.experts:
+        model.share_experts(ranks.experts, settings.balance_ranks)
+    if ranks.context:
+        model.share_context(ranks.context)
+    model.to(device)
+    optimizer = model.configure_optimizers(settings.lr, settings.weight_decay, ranks.everyone, ranks.replicas)
+    step, seconds, saved_at, fresh = 0, 0.0, -1, not saved                                   # finished updates; time spent on them; the update last saved
     out_dir = Path(settings.out_dir or f"out/{stem or settings.data}")
     if saved:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        ranks.load_state(model, optimizer, saved["model"], saved["optimizer"])
         torch.set_rng_state(saved["random"]["torch"])
         if device == "cuda" and "cuda" in saved["random"]:
             torch.cuda.set_rng_state(saved["random"]["cuda"])
         step, seconds = saved["step"], saved["seconds"]
         saved = None                                                       # a second copy of everything
-    elif checkpoints(out_dir):                                             # an earlier run is moved aside, never overwritten
-        number = next(i for i in range(1, 10**6) if not out_dir.with_name(f"{out_dir.name}.{i}").exists())
-        out_dir.rename(out_dir.with_name(f"{out_dir.name}.{number}"))
-        print(f"moved the earlier run in {out_dir} to {out_dir}.{number} (to go on with it: --resume)")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    need = 3 * 4 * model.num_params() * (3 - len(checkpoints(out_dir)))    # files of weights and two moments; three while the newest is written
-    if shutil.disk_usage(out_dir).free < need:
-        raise ValueError(f"{out_dir}: checkpoints will need {need / 1e6:.0f} MB of disk, which are not free; make room or give another --out_dir")
-    running = torch.compile(model) if settings.compile else model
-    log = Log(out_dir, settings, step)
+    ranks.agree(step=step, data=identity, settings=asdict(settings))
+    ranks.first(lambda: prepare_folder(out_dir, fresh, model.num_params()))
+    if settings.compile:
+        model.compile()                                                    # in place: names of parameters stay as they are
+    running = ranks.wrap(model)
+    log = Log(out_dir, settings, step) if ranks.rank == 0 else None
     tokens_per_step = settings.batch_size * settings.context * settings.grad_accum
-    print(f"{model.num_params():,} parameters, {model.num_active_params():,} active; data/{settings.data}: {meta['train_tokens']:,} tokens, "
-          f"{tokens_per_step:,} a step; {device}, {str(dtype)[6:]}; {out_dir}")
+    if log:
+        print(f"{model.num_params():,} parameters, {model.num_active_params():,} active; data/{settings.data}: {meta['train_tokens']:,} tokens, "
+              f"{tokens_per_step:,} a step; {device}, {str(dtype)[6:]}" + (f", {ranks.N} processes, experts over {ranks.M}, context over {ranks.C}"
+                                                                         if ranks.N > 1 else "") + f"; {out_dir}")
 
     stop = []                                                              # the signal that asked to leave, if any
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -388,34 +614,39 @@ def train(arguments):
     def save():
         nonlocal saved_at
         random = dict(torch=torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if device == "cuda" else {}))
-        save_checkpoint(out_dir, step, dict(
-            model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, seconds=seconds, random=random, config=asdict(config),
-            settings=asdict(settings), tokenizer=tokenizer.to_dict(enc), data=identity))
+        weights, moments = ranks.whole_state(model, optimizer)
+        ranks.first(lambda: save_checkpoint(out_dir, step, dict(
+            model=weights, optimizer=moments, step=step, seconds=seconds, random=random, config=asdict(config),
+            settings=asdict(settings), tokenizer=tokenizer.to_dict(enc), data=identity)))
         saved_at = step
 
     # ---- the loop
-    violation, dead, last_log = 0.0, 0, (step, seconds)
+    violation, dead, last_log, stopped = 0.0, 0, (step, seconds), False
     model.train()
-    while step < settings.steps and not stop:
+    while step < settings.steps and not stopped:
         began = time.perf_counter()
         factor = learning_rate(settings, step)
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * factor
         context, batch_size = current_context(settings, step)
         train_tokens = prepare.open_tokens(folder, "train", meta)
-        loss = 0.0
-        for micro in range(settings.grad_accum):
-            x, y = (z.to(device) for z in get_batch(train_tokens, batch_size, context, (settings.seed, step, micro)))
-            with autocast:
-                micro_loss = running(x, y)[1] / settings.grad_accum
-            micro_loss.backward()
+        loss, bad, micros = 0.0, None, ranks.micro_batches(settings.grad_accum)
+        for micro in micros:
+            x, y = (ranks.part(z).to(device) for z in get_batch(train_tokens, batch_size, context, (settings.seed, step, micro)))
+            with running.no_sync() if ranks.N > 1 and micro != micros[-1] else contextlib.nullcontext():   # gradients travel once per step
+                with autocast:
+                    micro_loss = running(x, y)[1] / len(micros)
+                micro_loss.backward()
             loss += micro_loss.item()
-            if not math.isfinite(loss):
-                break
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip or math.inf).item()
+            bad = (x, y) if bad is None and not math.isfinite(loss) else bad
+        loss, norm, stopped = ranks.sum_gradients(model, loss, bool(stop))
         if not math.isfinite(loss + norm):
-            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; it began in {where_it_began(model, x, y, autocast)}. "
-                                     f"Nothing was updated; the last good checkpoint is {(checkpoints(out_dir) or ['none'])[-1]}. A lower lr may help")
+            began_in = where_it_began(model, *(bad or (x, y)), autocast)
+            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; it began in {began_in}. Nothing was updated; "
+                                     f"the last good checkpoint is {(checkpoints(out_dir) or ['none'])[-1]}. A lower lr may help")
+        if settings.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip, torch.tensor(norm, device=device))
+        ranks.sum_counts(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         for figures in model.update_router_bias():
@@ -423,25 +654,48 @@ def train(arguments):
         step += 1
         seconds += time.perf_counter() - began
 
-        if step % settings.log_every == 0 or step == settings.steps:
+        if log and (step % settings.log_every == 0 or step == settings.steps):
             speed = tokens_per_step * (step - last_log[0]) / (seconds - last_log[1])
             flops = speed * model.flops_per_token(context)
             log.line(step=step, loss=loss, lr=settings.lr * factor, grad_norm=norm, tokens_per_s=speed, seconds=seconds,
-                     max_violation=violation, dead_experts=dead, **({"mfu": flops / peak} if peak else {}))
+                     max_violation=violation, dead_experts=dead, **({"mfu": flops / peak / ranks.N} if peak else {}))
             violation, dead, last_log = 0.0, 0, (step, seconds)
         if step % settings.eval_every == 0 or step == settings.steps:
             save()                                                         # before the evaluation: that may fail or take long
-            losses = {split: evaluate(running, prepare.open_tokens(folder, split, meta), settings, device, autocast) for split in ("train", "val")}
+            losses = {split: evaluate(model, prepare.open_tokens(folder, split, meta), settings, device, autocast, ranks) for split in ("train", "val")}
             bits = {split: loss / math.log(2) * meta[f"{split}_tokens"] / meta[f"{split}_bytes"] for split, loss in losses.items()}
-            log.evaluation(step=step, train_loss=losses["train"], val_loss=losses["val"], train_bits_per_byte=bits["train"],
-                           val_bits_per_byte=bits["val"], seconds=seconds)
-    log.close()
-    if stop:
-        if saved_at != step:
-            save()
-        print(f"stopped by {signal.Signals(stop[0]).name} after {step} updates, saved in {out_dir}; go on with --resume")
-        sys.exit(128 + stop[0])
-    print(f"done: {step} updates in {seconds:.0f} s, {step * tokens_per_step:,} tokens; sample with: python sample.py --out_dir={out_dir}")
+            if log:
+                log.evaluation(step=step, train_loss=losses["train"], val_loss=losses["val"], train_bits_per_byte=bits["train"],
+                               val_bits_per_byte=bits["val"], seconds=seconds)
+    if log:
+        log.close()
+    if stopped and saved_at != step:
+        save()
+    if ranks.N > 1:
+        dist.destroy_process_group()
+    if stopped:
+        number = stop[0] if stop else signal.SIGTERM                       # none here: another rank got it
+        if log:
+            print(f"stopped by {signal.Signals(number).name} after {step} updates, saved in {out_dir}; go on with --resume")
+        sys.exit(128 + number)
+    if log:
+        print(f"done: {step} updates in {seconds:.0f} s, {step * tokens_per_step:,} tokens; sample with: python sample.py --out_dir={out_dir}")
+
+
+def prepare_folder(out_dir, fresh, num_params):
+    """Make the run's folder: what stands in the way is moved aside or refused. Errors: ValueError, if checkpoints would not fit."""
+    if fresh and checkpoints(out_dir):                                 # an earlier run is moved aside, never overwritten
+        number = next(i for i in range(1, 10**6) if not out_dir.with_name(f"{out_dir.name}.{i}").exists())
+        out_dir.rename(out_dir.with_name(f"{out_dir.name}.{number}"))
+        print(f"moved the earlier run in {out_dir} to {out_dir}.{number} (to go on with it: --resume)")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for rest in out_dir.glob("ckpt_*.tmp"):                                # of a run that was killed while it wrote
+        rest.unlink()
+    need = 3 * 4 * num_params * (3 - len(checkpoints(out_dir)))            # files of weights and two moments; three while the newest is written
+    if shutil.disk_usage(out_dir).free < need:
+        raise ValueError(f"{out_dir}: checkpoints will need {need / 1e6:.0f} MB of disk, which are not free; make room or give another --out_dir")
+
+
 
 
 class Log:
@@ -504,9 +758,14 @@ if __name__ == "__main__":
         for f in (*fields(Settings), *fields(K3Config)):
             print(f"    --{f.name}={f.default!r}")
         sys.exit()
+    ranks = Ranks()
     try:
-        train(sys.argv[1:])
+        train(sys.argv[1:], ranks)
     except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(ranks.last_words(error))
+    except RuntimeError as error:
+        if ranks.N == 1:
+            raise
+        sys.exit(ranks.last_words(error))
     except KeyboardInterrupt:                                              # before the loop; in it, Ctrl-C saves first
         sys.exit("stopped before the first step")
