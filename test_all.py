@@ -921,7 +921,7 @@ def k3_definition(m, idx):
 def test_k3_wiring():
     m = tiny_model(n_layer=5, mla_every=4).eval()
     idx = torch.randint(0, 61, (2, 11))
-    assert error(m(idx)[0], k3_definition(m, idx)) < 1e-5
+    assert error(m(idx)[0], k3_definition(m, idx)) < 2e-5
     targets = torch.randint(0, 61, (2, 11))
     targets[0, 3:] = -1
     kept = targets.flatten() != -1
