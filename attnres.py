@@ -11,8 +11,8 @@ vector per token (x_1 is the token embedding), a learned pseudo-query w and an R
 
 w starts at zero, so every mixture starts as a plain mean. "Full" AttnRes is the same with one block per layer part.
 
-This file is the bottom of the house: fp32, exchange, RMSNorm and the import of the kernels (used by the other files), the mixture, the stream of
-blocks.
+This file is the bottom of the house: fp32, linears, exchange, RMSNorm and the import of the kernels (used by the other files), the mixture,
+the stream of blocks.
 """
 import torch
 import torch.distributed as dist
@@ -30,6 +30,30 @@ if torch.cuda.is_available():                                              # NVI
 def fp32(x):
     """x in at least fp32: what must not be rounded to bf16 goes through here. fp64 stays, so that tests can see every digit."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _Linears(torch.autograd.Function):
+    """Linear maps of one x. Their gradients of x are summed inside the products; autograd would add them up in passes of their own."""
+
+    @staticmethod
+    def forward(ctx, x, *weights):
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, w) for w in weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        dys, rows = [dy.flatten(0, -2) for dy in dys], x.flatten(0, -2).to(dys[0].dtype)           # (B·T, ·): under autocast a dy is in bf16
+        dx = dys[0] @ weights[0].to(rows.dtype)
+        for dy, w in zip(dys[1:], weights[1:]):
+            dx.addmm_(dy, w.to(rows.dtype))
+        return dx.view(x.shape).to(x.dtype), *((dy.mT @ rows).to(w.dtype) for dy, w in zip(dys, weights))
+
+
+def linears(x, *maps):
+    """maps: nn.Linear without bias, all of x (..., width) → what each gives."""
+    return _Linears.apply(x, *(m.weight for m in maps))
 
 
 class _Exchange(torch.autograd.Function):
@@ -66,18 +90,18 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
         r = torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1] + eps)   # (..., 1)
-        n = x * r
-        ctx.save_for_backward(n, r, weight)
-        return n * weight
+        ctx.save_for_backward(x, r, weight)
+        return (x * r).mul_(weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        n, r, weight = ctx.saved_tensors
-        dweight = dy * n
-        along = (dweight @ weight).unsqueeze(-1) / n.shape[-1]             # the part of dn that points along n, (..., 1)
-        dx = (dy * weight).addcmul_(n, along, value=-1).mul_(r)
-        return dx, dweight.flatten(0, -2).sum(0), None
+        x, r, weight = ctx.saved_tensors
+        dx = dy * x                                                        # at first dy ⊙ x, for two sums
+        dweight = r.flatten() @ dx.flatten(0, -2)
+        along = (dx @ weight).unsqueeze(-1) * r.square() / x.shape[-1]     # the part of dx that points along x, (..., 1)
+        torch.mul(dy, weight, out=dx).addcmul_(x, along, value=-1).mul_(r)
+        return dx, dweight, None
 
 
 class RMSNorm(nn.Module):

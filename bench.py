@@ -8,14 +8,20 @@ What it costs, measured here. Ratios are of medians, with both sides run in turn
     python bench.py decode       prefill and decode speed against context length
     python bench.py balance      Quantile Balancing against the sign rule, on a router skewed on purpose
     python bench.py profile [config/NAME.py --setting=…]        where the time of a training step goes, by part
+    python bench.py dist         experts over 2 processes against the same work without exchange; memory and traffic per GPU, on paper
 
 and, for minutes to hours, what each idea brings: python bench.py ablate, gpt, long, scaling (study.py).
 """
+import copy
+import os
+import socket
 import statistics
 import sys
 import time
 
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 
 import kda
@@ -273,7 +279,7 @@ def bench_profile(*arguments):
     plain = now() - began
     runs = 5 if plain < 5 else 1                                           # a large model on a CPU takes minutes a step: its first one must do
     if runs > 1:
-        (plain,) = in_turn(runs, step)                                     # before the marks are set
+        (plain,) = in_turn(runs, step, clock=now)                                # before the marks are set
     for name, m in model.named_modules():
         part = {kda.KDA: "KDA: gates, unit vectors, norm", kda.ShortConv: "KDA: convolutions", GatedMLA: "MLA", moe.SiTUGLU: "dense and shared MLP",
                 moe.LatentMoE: "MoE: latent maps and norm", Mix: "AttnRes mixtures"}.get(type(m))
@@ -307,7 +313,95 @@ def bench_profile(*arguments):
         print(f"| {part} | {' | '.join(f'{s * 1e3:,.1f}' if s else '' for s in row)} | {sum(row) * len(times) / total:.1%} |")
 
 
-BENCHES = dict(kda=bench_kda, moe=bench_moe, step=bench_step, decode=bench_decode, balance=bench_balance, profile=bench_profile)
+def bench_dist():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(dist_rank, (port,), nprocs=2)
+    dist_on_paper()
+
+
+def dist_rank(rank, port, d=256, tokens=4096):
+    """One of 2 processes, each with a thread and with tokens of its own. Every time is of both, from one barrier to the next."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    train.keep_memory()
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = K3(K3Config(n_layer=1, first_k_dense_replace=0, num_experts=64, num_experts_per_token=4, n_embd=d, moe_intermediate_size=128,
+                        routed_expert_hidden_size=d // 2))
+    for p in model.parameters():
+        if p.abs().sum() == 0:
+            nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    whole = model.layers[0].mlp
+    sides = {"all experts on both, no exchange": whole}
+    for name, balance_ranks in (("experts over 2", False), ("and balance_ranks", True)):
+        sides[name] = copy.deepcopy(whole)
+        sides[name].share_experts(dist.group.WORLD, balance_ranks)
+    x, weight = torch.randn(2, 2, 1, tokens, d)                            # [inputs, weights of the loss], [rank]
+
+    def run(layer):
+        (layer(x[rank].detach().requires_grad_()) * weight[rank]).sum().backward()
+        dist.barrier()
+    times = dict(zip(sides, in_turn(10, *(lambda layer=layer: run(layer) for layer in sides.values()))))
+    base = times["all experts on both, no exchange"]
+    if rank == 0:
+        print(f"LatentMoE over 2 processes of one thread, gloo, d={d}, latent {d // 2}, 64 experts of width 128, top-4, {tokens} tokens each, forward + backward")
+        for name, seconds in times.items():
+            print(f"  {name}: {seconds * 1e3:.0f} ms, {seconds / base:.2f} times as long" + " (aim 1.35)" * (seconds != base))
+    # 20 steps of plain gradient descent, beside one process that has all tokens
+    worst = torch.zeros(3)                                                 # of outputs, gradients, weights
+    for balance_ranks in (False, True):
+        one, ours = copy.deepcopy(whole), copy.deepcopy(whole)
+        ours.share_experts(dist.group.WORLD, balance_ranks)
+        for step in range(20):
+            torch.manual_seed(step)
+            x, target = torch.randn(2, 2, 1, 256, d)
+            for layer in (one, ours):
+                layer.zero_grad()
+            y = torch.stack([one(half) for half in x])                     # (2, 1, 256, d)
+            (y - target).square().sum().backward()
+            y_ours = ours(x[rank])
+            (y_ours - target[rank]).square().sum().backward()
+            worst[0] = max(worst[0], (y_ours - y[rank]).abs().max() / y.abs().max())
+            for (name, p), q in zip(one.named_parameters(), ours.parameters()):
+                part = slice(rank * 32, rank * 32 + 32) if name in ("w13", "w2") else slice(None)
+                if name not in ("w13", "w2"):
+                    dist.all_reduce(q.grad)
+                worst[1] = max(worst[1], (q.grad - p.grad[part]).abs().max() / p.grad.abs().max())
+                with torch.no_grad():
+                    p -= 1e-5 * p.grad
+                    q -= 1e-5 * q.grad
+                    worst[2] = max(worst[2], (q - p[part]).abs().max() / p.abs().max())
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if rank == 0:
+        print("  20 steps of gradient descent against one process, largest difference over largest value (aim 1e-6): outputs {:.1e}, gradients {:.1e}, "
+              "weights {:.1e}".format(*worst.tolist()))
+    dist.destroy_process_group()
+
+
+def dist_on_paper(tokens=16384):
+    """Per GPU, from the formulas: fp32 weights, gradients and moments as muon.py shares them out; bf16 latents; without activations."""
+    b1 = K3Config(vocab_size=50304, n_layer=24, n_embd=1792, n_head=14, kda_key_dim=128, kda_value_dim=128, q_lora_rank=896, kv_lora_rank=256,
+                  qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, intermediate_size=7168, num_experts=128, num_experts_per_token=8,
+                  moe_intermediate_size=512, routed_expert_hidden_size=896, attn_res_block_size=4)
+    print(f"on paper, per GPU and step of {tokens:,} tokens a GPU, in GB: memory for weights + gradients + moments (without activations), what travels for")
+    print("dense gradients and weights | expert gradients and weights | tokens to and from experts")
+    for name, config, Ms in (("1B active", b1, {8: 8, 64: 8, 1024: 8}), ("K3", K3Config.k3(), {8: 8, 64: 64, 1024: 128})):
+        with torch.device("meta"):
+            model = K3(config)
+        moes = [layer.mlp for layer in model.layers if isinstance(layer.mlp, moe.LatentMoE)]
+        experts = sum(m.w13.numel() + m.w2.numel() for m in moes)
+        dense, adamw = model.num_params() - experts, 2 * model.embed.weight.numel()
+        print(f"  {name}: {model.num_params() / 1e9:,.1f}B parameters, {model.num_active_params() / 1e9:.2f}B active, {dense / 1e9:.1f}B outside the experts")
+        for N, M in Ms.items():
+            memory = 8 * (dense + experts / M) + 4 * (dense + experts + adamw) / N
+            share = lambda n: (n - 1) / n
+            travels = 12 * dense * share(N), 12 * experts / M * share(N / M),                 8 * sum(m.k for m in moes) * config.routed_expert_hidden_size * tokens * share(M)      # there and back, forward and backward, 2 bytes
+            print(f"    N = {N:4}, experts over {M:3}: memory {memory / 1e9:7,.0f} | travels " + " | ".join(f"{x / 1e9:6,.1f}" for x in travels))
+
+
+BENCHES = dict(kda=bench_kda, moe=bench_moe, step=bench_step, decode=bench_decode, balance=bench_balance, profile=bench_profile, dist=bench_dist)
 
 if __name__ == "__main__":
     name, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])

@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, exchange, fp32, kernels
+from attnres import RMSNorm, exchange, fp32, kernels, linears
 
 LOG2E = math.log2(math.e)
 TILE = 16            # rows that share one exponent anchor: with g ≥ −5.9 a tile spans at most e^(15·5.9) < 2^128 …
@@ -74,42 +74,14 @@ def _arguments(q, k, v, g, beta, state):
 
 def _to_chunks(x, C):
     """(B, T, H, D) → (N, B·H, C, D), padded with zeros: a padding row has k = 0, β = 0, g = 0 and changes nothing."""
-    B, T, H, D = x.shape
-    x = F.pad(x, (0, 0, 0, 0, 0, -T % C)).view(B, -1, C, H, D)
-    return x.permute(1, 0, 3, 2, 4).contiguous().view(-1, B * H, C, D)
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % C)) if x.shape[1] % C else x                              # a pad of nothing is a copy too
+    return x.unflatten(1, (-1, C)).permute(1, 0, 3, 2, 4).contiguous().flatten(1, 2)
 
 
 def _from_chunks(x, B, T):
     """The way back: (N, B·H, C, D) → (B, T, H, D)."""
     N, M, C, D = x.shape
     return x.reshape(N, B, M // B, C, D).permute(1, 0, 3, 2, 4).reshape(B, N * C, M // B, D)[:, :T]
-
-
-def unit_lower_inverse(L):
-    """
-    L (N, M, C, C), strictly lower triangular → (I + L)^-1. Forward substitution in the diagonal tiles, all at once; then pairs of
-    inverted blocks are merged exactly, [[A, 0], [X, D]]^-1 = [[A^-1, 0], [−D^-1 X A^-1, D^-1]]. Never by squaring: its
-    intermediate powers reach 1e9 when the keys of a chunk are alike.
-    """
-    N, M, C, _ = L.shape
-    n = C // TILE
-    tiles = torch.stack([L[..., a:a + TILE, a:a + TILE] for a in range(0, C, TILE)])                     # (n, N, M, 16, 16)
-    tiles = tiles.permute(3, 4, 0, 1, 2).reshape(TILE, TILE, -1).contiguous().neg_()                     # all tiles side by side, last
-    for i in range(2, TILE):
-        row = tiles[i, :i]                                                                               # (i, tiles)
-        row += (row.unsqueeze(1) * tiles[:i, :i]).sum(0)
-    tiles = tiles.view(TILE, TILE, n, N, M).permute(2, 3, 4, 0, 1)                                       # (n, N, M, 16, 16)
-    inverse = torch.zeros_like(L)
-    inverse.diagonal(dim1=-2, dim2=-1).fill_(1)
-    for i, a in enumerate(range(0, C, TILE)):
-        inverse[..., a:a + TILE, a:a + TILE] += tiles[i]
-    size = TILE
-    while size < C:
-        for a in range(0, C - size, 2 * size):
-            top, low = slice(a, a + size), slice(a + size, a + 2 * size)
-            inverse[..., low, top] = -inverse[..., low, low] @ (L[..., low, top] @ inverse[..., top, top])
-        size *= 2
-    return inverse
 
 
 def _flush(x):
@@ -125,6 +97,8 @@ def _mm(a, b, out=None, alpha=1):
     if out is None:
         out = torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=alpha) if alpha != 1 else torch.bmm(a, b)
         return out.view(*batch, *shape)
+    if not out.is_contiguous():                                            # there baddbmm_ would go matrix by matrix
+        return out.add_(torch.bmm(a, b).view_as(out), alpha=alpha)
     out.flatten(0, 1).baddbmm_(a, b, alpha=alpha)
     return out
 
@@ -161,11 +135,13 @@ class _Chunk(torch.autograd.Function):
             part = ..., slice(i * TILE, (i + 1) * TILE), slice(0, (i + 1) * TILE)
             torch.where(at_or_before[part], A[:, :, :TILE], zero, out=A_qk[part])                        # not a product: ahead of the row
             torch.where(before[part], A[:, :, TILE:], zero, out=A_kk[part])                              # there may be an overflow
-        keep = col * end                                                                                 # K ⊙ e^{G_C − G}, (N, M, C, K)
+        keep = col.mul_(end)                                                                             # K ⊙ e^{G_C − G}, (N, M, C, K)
 
         # U = U₀ − W S₀ for the whole sequence, then the one part that is sequential: the state, chunk by chunk
         q_start, k_start = ((rows[:, :, :, i] * start).view(N, M, C, K) for i in (0, 1))                 # Q ⊙ e^G, K ⊙ e^G
-        inverse = unit_lower_inverse(A_kk.mul_(beta))
+        identity = torch.eye(C, dtype=q.dtype, device=q.device).expand_as(A_kk)
+        # (I + Diag(β) A_kk)^-1, never by squaring: where the keys of a chunk are alike, its intermediate powers reach 1e9
+        inverse = torch.linalg.solve_triangular(A_kk.mul_(beta), identity, upper=False, unitriangular=True)
         solve = inverse * beta.mT                                                                        # (N, M, C, C)
         W = solve @ k_start                                                                              # (N, M, C, K)
         U = solve @ v                                                                                    # (N, M, C, V)
@@ -192,8 +168,8 @@ class _Chunk(torch.autograd.Function):
 
         # the state's gradient, from the last chunk to the first; dS[c + 1] belongs to the state that leaves chunk c
         dU = _mm(A_qk.mT, do, alpha=scale)
-        dS = k.new_zeros(N + 1, M, K, V)
-        _mm(q_start.mT, do, dS[:-1], alpha=scale)
+        dS = k.new_empty(N + 1, M, K, V)
+        torch.bmm(q_start.mT.flatten(0, 1), do.flatten(0, 1), out=dS[:-1].flatten(0, 1)).mul_(scale)
         dS[N] = dstate.reshape(M, K, V)
         for du, w, ds, ds_next, t, kept in reversed(list(zip(*(x.unbind(0) for x in (dU, W.mT, dS[:-1], dS[1:], total, keep))))):
             du.baddbmm_(kept, ds_next)
@@ -213,24 +189,25 @@ class _Chunk(torch.autograd.Function):
         causal = torch.cat([i[:, None] >= i, i[:, None] > i]).to(k.dtype)                                # of stacked rows on their own tile, (32, 16)
         for i, col in _columns(k, row, step):
             dA[:, :, i, :, i * TILE:(i + 1) * TILE] *= causal
-            drows[:, :, i] += dA[:, :, i, :, :(i + 1) * TILE] @ col
-        dkeep = _mm(U, dS[1:].mT)
-        dcol = dkeep * end                                                                               # the columns, at the last anchor
+            _mm(dA[:, :, i, :, :(i + 1) * TILE], col, drows[:, :, i])
+        dcol = _mm(U, dS[1:].mT)                                                                         # of K ⊙ e^{G_C − G}, at first
+        dend = (keep * dcol).sum(2) + dS[1:].mul_(S[:-1]).sum(-1) * total.squeeze(-1)                    # of G_C, (N, M, K)
+        dcol.mul_(end)                                                                                   # the columns, at the last anchor
         for i in reversed(range(n)):
-            dcol[:, :, :(i + 1) * TILE] += dA[:, :, i, :, :(i + 1) * TILE].mT @ rows[:, :, i].flatten(2, 3)
+            _mm(dA[:, :, i, :, :(i + 1) * TILE].mT, rows[:, :, i].flatten(2, 3), dcol[:, :, :(i + 1) * TILE])
             if i > 0:
                 dcol[:, :, :i * TILE] *= step[:, :, i - 1]                                               # back to the anchor before
         dcol = dcol.view(N, M, n, TILE, K).div_(row)
 
         # x ⊙ dx summed with its sign is the gradient of G; g gets the sum of all later ones in the chunk
-        drows = drows.view(N, M, n, 2, TILE, K)
-        dG = (rows[:, :, :, 0] * drows[:, :, :, 0]).addcmul_(rows[:, :, :, 1], drows[:, :, :, 1]).addcmul_(k.view_as(dcol), dcol, value=-1)
-        dG = dG.view(N, M, C, K)
-        dG[:, :, -1] += (keep * dkeep).sum(2) + (S[:-1] * dS[1:]).sum(-1) * total.squeeze(-1)
+        dq_row, dk_row = drows.view(N, M, n, 2, TILE, K).unbind(3)                                       # (N, M, n, 16, K)
+        q_row, k_row = rows.unbind(3)
+        dq = dq_row * row
+        dG = dq_row.mul_(q_row).addcmul_(k_row, dk_row).addcmul_(k.view_as(dcol), dcol, value=-1).reshape(N, M, C, K)
+        dG[:, :, -1] += dend
+        dk = dcol.addcmul_(dk_row, row)
         dg = torch.ones(C, C, dtype=k.dtype, device=k.device).triu() @ dG
-        dq = (drows[:, :, :, 0] * row).view(N, M, C, K)
-        dk = dcol.addcmul_(drows[:, :, :, 1], row).view(N, M, C, K)
-        dq, dk, dv, dg, dbeta = (_from_chunks(x, B, T) for x in (dq, dk, dv, dg, dbeta))
+        dq, dk, dv, dg, dbeta = (_from_chunks(x.view(N, M, C, -1), B, T) for x in (dq, dk, dv, dg, dbeta))
         return dq, dk, dv, dg, dbeta.squeeze(-1), dS[0].view(B, H, K, V), None
 
 
@@ -449,17 +426,16 @@ class KDA(nn.Module):
 
     def forward(self, x, cache=None):
         """With a context_group, x is this rank's stretch of the sequence, at least as long as a convolution's tail and without a cache."""
-        inputs = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        *inputs, b, z = linears(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj)
         tails = cache["tails"] if cache else self.tails_before(inputs) if self.context_group else [None] * 3
         (q, k, v), tails = zip(*(conv(y, tail) for conv, y, tail in zip(self._convs(), inputs, tails)))
         q = unit(q.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         k = unit(k.unflatten(-1, (self.H, self.K)))                        # (B, T, H, K)
         v = v.unflatten(-1, (self.H, self.V))                              # (B, T, H, V)
-        beta = fp32(self.b_proj(x)).sigmoid()                              # (B, T, H)
+        beta = fp32(b).sigmoid()                                           # (B, T, H)
         g = self.log_decay(x)
         state = cache["state"] if cache else self.state_before(k, v, g, beta) if self.context_group else None
         o, state = kda(q, k, v, g, beta, state)
         if cache:
             cache["state"], cache["tails"] = state.detach(), tails
-        gate = self.g_proj(x).sigmoid()                                    # (B, T, H·V)
-        return self.o_proj(gate * self.o_norm(o).flatten(2))
+        return self.o_proj(z.sigmoid() * self.o_norm(o).flatten(2))        # of (B, T, H·V)

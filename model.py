@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 import muon
-from attnres import Mix, RMSNorm, Stream, exchange, fp32
+from attnres import Mix, RMSNorm, Stream, exchange, fp32, linears
 from kda import KDA
 from moe import LatentMoE, SiTUGLU, load_figures
 
@@ -155,8 +155,9 @@ class GatedMLA(nn.Module):
 
     def forward(self, x, cache=None):
         B, T, _ = x.shape
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(B, T, self.H, self.nope + self.rope)
-        c, k_shared = self.kv_a_proj_with_mqa(x).split([self.R, self.rope], dim=-1)
+        q, c, z = linears(x, self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
+        q = self.q_b_proj(self.q_a_layernorm(q)).view(B, T, self.H, self.nope + self.rope)
+        c, k_shared = c.split([self.R, self.rope], dim=-1)
         c = self.kv_a_layernorm(c)                                         # (B, T, R)
         if self.context_group:
             c, k_shared = self.latents_before(torch.cat([c, k_shared], dim=-1)).split([self.R, self.rope], dim=-1)     # (B, S, ·), S ≥ T
@@ -164,7 +165,7 @@ class GatedMLA(nn.Module):
         if cache:
             self.append(cache, torch.cat([c, k_shared], dim=-1))
         o = self.absorbed(q, cache["latents"][:, :past + T]) if past else self.expanded(q, c, k_shared)
-        return self.o_proj(self.g_proj(x).sigmoid() * o.flatten(2))
+        return self.o_proj(z.sigmoid() * o.flatten(2))
 
     def latents_before(self, latents):
         """Context parallelism: latents (B, T, R + rope) go to this rank and all later ones → those from the start of the sequence on, (B, S, R + rope)."""

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, exchange, fp32, kernels
+from attnres import RMSNorm, exchange, fp32, kernels, linears
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -65,12 +65,13 @@ class _SiTU(torch.autograd.Function):
         beta, linear_beta, dtype = ctx.limits
         aten = torch.ops.aten                                              # tanh_backward(y, t) = y (1 − t²), sigmoid_backward(y, s) = y s (1 − s)
         dy = dy.to(a.dtype)
-        dup = dy * c
-        dg = aten.tanh_backward(dup * s, a)                                # d(β tanh(g/β) s)/dg = (1 − a²) s + β a s (1 − s)
-        dg.add_(aten.sigmoid_backward(dup.mul_(a), s), alpha=beta)
-        du = (dy * a).mul_(s).mul_(beta)
+        du = dy * c                                                        # at first the gradient of the gate's factor
+        dg = du * s
+        aten.tanh_backward(dg, a, grad_input=dg)                           # d(β tanh(g/β) s)/dg = (1 − a²) s + β a s (1 − s)
+        dg.add_(aten.sigmoid_backward(du.mul_(a), s, grad_input=du), alpha=beta)
+        torch.mul(dy, a, out=du).mul_(s).mul_(beta)
         if linear_beta is not None:
-            du = aten.tanh_backward(du, c)
+            aten.tanh_backward(du, c, grad_input=du)
             dg.mul_(linear_beta)
         return dg.to(dtype), du.to(dtype), None, None
 
@@ -94,7 +95,7 @@ class SiTUGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x):
-        return self.down_proj(situ(self.gate_proj(x), self.up_proj(x), self.beta, self.linear_beta))
+        return self.down_proj(situ(*linears(x, self.gate_proj, self.up_proj), self.beta, self.linear_beta))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -208,22 +208,22 @@ def now():
     return time.process_time() if by_processor() else time.perf_counter()
 
 
-def in_turn(runs, *functions):
+def in_turn(runs, *functions, clock=time.perf_counter):
     """Run the functions in turn, `runs` times after one warm-up → the median seconds of each."""
     times = [[] for _ in functions]
     for i in range(runs + 1):
         for f, seconds in zip(functions, times):
-            began = now()
+            began = clock()
             f()
             if i:
-                seconds.append(now() - began)
+                seconds.append(clock() - began)
     return [statistics.median(seconds) for seconds in times]
 
 
 def speeds(flats, runs=7):
     """Tokens a second of each run's step, all in turn in this process, so that a busy machine falls on all."""
     steps = [Run(given) for given in flats]
-    seconds = in_turn(runs, *(lambda r=r: r.step(0) for r in steps))
+    seconds = in_turn(runs, *(lambda r=r: r.step(0) for r in steps), clock=now)
     return [given["batch_size"] * given["context"] / s for given, s in zip(flats, seconds)]
 
 

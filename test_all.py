@@ -3,17 +3,21 @@ Every component against its slow definition, and the faults that other implement
 Top to bottom in the order of the files: attnres, kda, kernels, moe, muon, model, data, train, sample, weights, study and bench, look.
 """
 import base64
+import copy
 import dataclasses
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import random
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +27,7 @@ import regex
 import safetensors.torch
 import tiktoken
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import attnres
@@ -450,11 +455,12 @@ def test_kernels_compile():
 def test_kda_segments():
     """S ↦ S̃ + M S of two stretches, composed, is the recurrence over both."""
     q, k, v, g, beta, state = kda_inputs(2, 11, 2, 16, 8)
-    halves = [kda.kda_segment(k[:, t], v[:, t], g[:, t], beta[:, t]) for t in (slice(0, 4), slice(4, 11))]
-    M, S = (torch.stack(x) for x in zip(*halves))
-    borders = kda.compose(M, S, state)
-    assert error(borders[1], kda.kda_recurrent(q[:, :4], k[:, :4], v[:, :4], g[:, :4], beta[:, :4], state)[1]) < 1e-12
-    assert error(borders[2], kda.kda_recurrent(q, k, v, g, beta, state)[1]) < 1e-12
+    for segment in (kda.kda_segment_definition, kda.kda_segment):
+        halves = [segment(k[:, t], v[:, t], g[:, t], beta[:, t]) for t in (slice(0, 4), slice(4, 11))]
+        M, S = (torch.stack(x) for x in zip(*halves))
+        borders = kda.compose(M, S, state)
+        assert error(borders[1], kda.kda_recurrent(q[:, :4], k[:, :4], v[:, :4], g[:, :4], beta[:, :4], state)[1]) < 1e-12
+        assert error(borders[2], kda.kda_recurrent(q, k, v, g, beta, state)[1]) < 1e-12
 
 
 # ---- moe.py
@@ -682,6 +688,36 @@ def test_other_balancing():
         assert torch.equal(figures[0]["load"], load) and layer.load.sum() == 0
         expected = [0.0 if balance == "none" else 1e-3 if n < 20 else -1e-3 if n > 20 else 0.0 for n in load.tolist()]
         assert torch.allclose(layer.router_bias, torch.tensor(expected))
+
+
+def plan_figures(plan, counts, R):
+    """The most tokens a rank computes less the fewest, the most experts it borrows, the most homes it borrows from."""
+    E = len(counts)
+    assert plan.shape == (R, E) and (plan >= 0).all() and torch.equal(plan.sum(0), torch.as_tensor(counts))
+    away = (plan > 0) & (torch.arange(E) // (E // R) != torch.arange(R).unsqueeze(1))
+    homes = away.view(R, R, E // R).any(-1).sum(-1)
+    return (plan.sum(1).max() - plan.sum(1).min()).item(), away.sum(1).max().item(), homes.max().item()
+
+
+def test_plan_redundant():
+    """Every rank computes the same number of tokens and borrows at most E/R experts, from one home, whatever the counts."""
+    rng = np.random.default_rng(0)
+    for R, E in ((1, 8), (2, 8), (4, 8), (4, 64), (8, 64), (7, 56), (64, 896), (8, 8)):
+        skewed = (1e5 * rng.random(E) ** 20).astype(int)
+        alone = np.zeros(E, int)
+        alone[rng.integers(E)] = 12345
+        for counts in (rng.integers(0, 1000, E), skewed, alone, np.arange(E), np.zeros(E, int), np.full(E, 17), rng.permutation(2 ** (np.arange(E) % 20))):
+            spread, borrowed, homes = plan_figures(moe.plan_redundant(torch.from_numpy(counts), R), counts, R)
+            assert spread == (counts.sum() % R > 0) and borrowed <= E // R and homes <= 1, (R, E, counts)
+    # one rank idle, the others alike: it needs a share of total/R, and a whole expert brings total·R/(E(R−1)); nobody can do with fewer
+    for R, E in ((2, 8), (3, 27), (4, 64), (5, 40), (8, 896)):
+        counts = torch.full((E,), R * 1000)
+        counts[E // R * (R - 1):] = 0
+        assert plan_figures(moe.plan_redundant(counts, R), counts, R)[:2] == (0, math.ceil(E * (R - 1) / R ** 2))
+    even = torch.full((8,), 5)
+    assert torch.equal(moe.plan_redundant(even, 4), moe.at_home(even, 4))  # nothing to do: nobody borrows
+    with pytest.raises(ValueError, match="8 experts cannot be split evenly over 3 ranks"):
+        moe.plan_redundant(even, 3)
 
 
 # ---- muon.py
@@ -935,7 +971,7 @@ def k3_definition(m, idx):
 def test_k3_wiring():
     m = tiny_model(n_layer=5, mla_every=4).eval()
     idx = torch.randint(0, 61, (2, 11))
-    assert error(m(idx)[0], k3_definition(m, idx)) < 1e-5
+    assert error(m(idx)[0], k3_definition(m, idx)) < 2e-5
     plain = tiny_model(n_layer=5, mla_every=4, attn_res="none").eval()     # x + f(norm(x)), and no parameter of a mixture
     x = plain.embed(idx)
     for layer in plain.layers:
@@ -1505,6 +1541,268 @@ def test_sample(house, monkeypatch, capsys):
                            ("--temperature=-1", "temperature"), ("--temperature=nan", "temperature"), ("--device=tpu", "tpu"), ("--out_dir=nowhere", "no checkpoint in nowhere"), ("--prompt=caf\udce9", "surrogate")]:
         with pytest.raises(ValueError, match=word):
             sample_py.main([f"--out_dir={house}/out/s", "--device=cpu", argument])
+
+
+# ---- several processes: the parts by themselves on 4 ranks, in one start of them all; then train.py under torchrun
+
+def rank_checks():
+    """Runs in every one of 4 processes, which are 2 groups of 2 and 1 of 4. Each asserts for itself."""
+    ranks = train.Ranks()
+    ranks.start("cpu", 60)
+    pairs = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
+    for group in (pairs, dist.group.WORLD):
+        N, me = group.size(), group.rank()
+
+        # experts: outputs and all gradients are those of one process. A rank without a token; experts nobody picks; most tokens on one rank
+        for balance_ranks in (False, True):
+            for case in ("as it comes", "a rank without tokens", "two experts only", "qat"):
+                whole = tiny_model(moe_intermediate_size=32, routed_expert_hidden_size=32, qat="mxfp4" if case == "qat" else "").layers[1].mlp
+                if case == "two experts only":
+                    whole.router_bias[:2] += 10
+                split = copy.deepcopy(whole)
+                split.share_experts(group, balance_ranks)
+                torch.manual_seed(1)
+                xs = [torch.randn(1, 0 if r == 1 and case == "a rank without tokens" else 7 + r, 32).requires_grad_() for r in range(N)]
+                weights = [torch.randn_like(x) for x in xs]
+                ys = [whole(x) if x.numel() else x for x in xs]
+                sum((y * w).sum() for y, w in zip(ys, weights)).backward()
+                x = xs[me].detach().requires_grad_()
+                y = split(x)
+                (y * weights[me]).sum().backward()
+                own = slice(me * 8 // N, (me + 1) * 8 // N)
+                assert split.w13.shape[0] == 8 // N and torch.equal(split.w13, whole.w13[own])
+                for ours, one in ((y, ys[me]), (x.grad, xs[me].grad), (split.w13.grad, whole.w13.grad[own]), (split.w2.grad, whole.w2.grad[own])):
+                    if ours.numel():
+                        assert (ours - one).abs().max() <= 1e-6 * one.abs().max() + 1e-9, (N, balance_ranks, case)
+
+        # context: KDA's states and tails, MLA's latents, in fp64; the largest logits too
+        whole = tiny_model(n_layer=4, mla_every=4, first_k_dense_replace=4).double()
+        with torch.no_grad():
+            whole.layers[3].attn.q_b_proj.weight.mul_(400)                 # so that QK-Clip's exact maximum is asked for
+        split = copy.deepcopy(whole)
+        split.share_context(group)
+        for T in (4 * 3, 4 * 21):                                          # as short as the convolution allows; more than a tile
+            idx, targets = torch.randint(0, 61, (2, 2, T), generator=torch.Generator().manual_seed(2)).unbind(0)
+            for m in (whole, split):
+                m.zero_grad()
+                m.layers[3].attn.max_logit.fill_(-torch.inf)
+            logits, loss = whole(idx, targets)
+            loss.backward()
+            ours, our_loss = split(*(x.chunk(N, dim=1)[me] for x in (idx, targets)))
+            our_loss.backward()
+            assert error(ours, logits.chunk(N, dim=1)[me]) < 1e-11
+            for (name, p), q in zip(whole.named_parameters(), split.parameters()):
+                assert (p.grad is None) == (q.grad is None), name
+                if q.grad is not None:
+                    dist.all_reduce(q.grad, group=group)
+                    assert (q.grad / N - p.grad).abs().max() <= 1e-6 * p.grad.abs().max() + 1e-12, (name, T)  # A_log and dt_bias are kept in fp32
+            largest = split.layers[3].attn.max_logit
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            assert largest.max() > 100 and torch.allclose(largest, whole.layers[3].attn.max_logit)
+
+        # the optimizer's work shared out: the same step as alone, each moment on one rank only; a gradient that one rank lacks stops nobody
+        alone, shared = tiny_model().double(), tiny_model().double()
+        one, ours = alone.configure_optimizers(1e-2), shared.configure_optimizers(1e-2, 0.1, group)
+        for step in range(2):
+            torch.manual_seed(step)
+            for p, q in zip(alone.parameters(), shared.parameters()):
+                p.grad = torch.randn_like(p)
+                q.grad = None if q in ours.muon.others else p.grad.clone()
+            one.step()
+            ours.step()
+        for (name, p), q in zip(alone.named_parameters(), shared.named_parameters()):
+            assert (p - q[1]).abs().max() <= 1e-6, name
+        numbers = torch.tensor([sum(x.numel() for s in (*ours.muon.state.values(), *ours.adamw.state.values()) for x in s.values() if x.dim())])
+        most, total = numbers.clone(), numbers.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(total, group=group)
+        assert total == sum(x.numel() for s in (*one.muon.state.values(), *one.adamw.state.values()) for x in s.values() if x.dim())
+        assert most <= 1.3 * total / N
+
+    # what one rank cannot do, none does; ranks that see different things do not start
+    with pytest.raises(OSError, match="no space"):
+        ranks.first(lambda: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(ValueError, match="rank 2 has data = b, rank 0 a"):
+        ranks.agree(step=3, data="b" if ranks.rank == 2 else "a")
+    assert ranks.sum(ranks.rank, 1.0) == [6.0, 4.0]
+    print("passed")
+    dist.destroy_process_group()
+
+
+def one_rank(rank, n, port, output, f, *arguments):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    for stream in (1, 2):
+        os.dup2(os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    torch.set_num_threads(1)
+    f(*arguments)
+
+
+def on_ranks(folder, n, f, *arguments):
+    """f(*arguments) in n processes that find each other → the largest exit code, what all printed. Forked from one that has imported torch: quicker."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_all"])
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    output = folder / f"output {port}"
+    processes = [context.Process(target=one_rank, args=(rank, n, port, output, f, *arguments)) for rank in range(n)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(180)
+    stdout, stderr = (Path(f"{output}.{stream}").read_text() for stream in (1, 2))
+    return subprocess.CompletedProcess(arguments, max(abs(process.exitcode) for process in processes), stdout, stderr)
+
+
+def test_parts_over_ranks(tmp_path):
+    done = on_ranks(tmp_path, 4, rank_checks)
+    assert done.returncode == 0 and done.stdout.count("passed") == 4, done.stderr
+
+
+def as_script(house, script, arguments, env):
+    os.chdir(house)
+    os.environ.update(env)
+    prepare.HERE, sys.argv = house / "data", [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_ranks(house, n, *arguments, script="train.py", **env):
+    return on_ranks(house, n, as_script, house, script, arguments, env)
+
+
+WIDE = ["--data=play", *PLAIN, "--batch_size=4", "--grad_accum=2", "--num_experts_per_token=4", "--steps=4", "--eval_every=2"]     # all 4 experts: no
+                                                                         # token sits on the edge between two, where rounding would move it
+
+
+def test_train_over_ranks(house):
+    """The same run whatever N, M and C are, up to rounding; its checkpoints are those of one process; at the same N a resumed run is bit for bit."""
+    runs = {"one": run_train(house, *WIDE, "--out_dir=out/one", plain=False),
+            "two": subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py", *WIDE,
+                                   "--expert_parallel=2", "--out_dir=out/two"], cwd=house, capture_output=True, text=True, timeout=180),
+            "four": run_ranks(house, 4, *WIDE, "--expert_parallel=2", "--balance_ranks", "--context_parallel=2", "--out_dir=out/four")}
+    for name, done in runs.items():
+        assert done.returncode == 0, done.stderr
+        ours, one = metrics(house / f"out/{name}"), metrics(house / "out/one")
+        assert [f["step"] for f in ours] == [f["step"] for f in one] == [1, 2, 2, 3, 4, 4]
+        for f, g in zip(ours, one):
+            for key in {"loss", "grad_norm", "val_loss", "train_loss", "max_violation"} & g.keys():
+                limit = 1e-6 if f["step"] <= 2 else 1e-3                   # an update brings even a gradient that is rounding alone to full length
+                assert abs(f[key] - g[key]) <= limit * max(1, abs(g[key])), (name, f["step"], key)
+        a, b = (train.load_checkpoint(house / f"out/{x}/ckpt_00000002.pt") for x in ("one", name))
+        assert a["model"].keys() == b["model"].keys() and a["optimizer"]["muon"]["state"].keys() == b["optimizer"]["muon"]["state"].keys()
+        for key, x in a["model"].items():
+            assert x.shape == b["model"][key].shape
+        experts = b["model"]["layers.1.mlp.w13"].flatten(1)
+        assert len(experts) == 4 and len(experts.unique(dim=0)) == 4       # each under its own number
+        assert error(experts, a["model"]["layers.1.mlp.w13"].flatten(1)) < 1e-4
+    assert "4 processes, experts over 2, context over 2" in runs["four"].stdout and runs["four"].stdout.count("done: 4 updates") == 1
+
+    shutil.copytree(house / "out/two", house / "out/undisturbed")          # for the next test
+    (house / "out/two/ckpt_00000004.pt").rename(house / "kept.pt")
+    before = metrics(house / "out/two")
+    assert run_ranks(house, 2, "--resume", "--out_dir=out/two").returncode == 0
+    after = metrics(house / "out/two")
+    assert [f["loss"] for f in before if "loss" in f] == [f["loss"] for f in after if "loss" in f]
+    a, b = (train.load_checkpoint(path) for path in (house / "kept.pt", house / "out/two"))
+    assert same(a["model"], b["model"]) and same(a["optimizer"], b["optimizer"])
+    (house / "out/two/ckpt_00000004.pt").unlink()
+    done = run_train(house, "--resume", "--out_dir=out/two", "--expert_parallel=1", plain=False)      # and in one process
+    assert done.returncode == 0, done.stderr
+    for f, g in zip(metrics(house / "out/two"), before):
+        assert abs(f.get("loss", 0) - g.get("loss", 0)) < 1e-3
+
+
+FAULTY = """
+import os, signal, sys
+import model, train
+forward, calls = model.K3.forward, []
+def faulty(self, *args, **kwargs):
+    logits, loss = forward(self, *args, **kwargs)
+    calls.append(self.training)
+    if os.environ["RANK"] == "1" and sum(calls) == 3 and self.training:
+        if os.environ["FAULT"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = loss * float("nan")
+    return logits, loss
+model.K3.forward = faulty
+ranks = train.Ranks()
+try:
+    train.train(sys.argv[1:], ranks)
+except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
+    sys.exit(ranks.last_words(error))
+"""
+
+
+@pytest.mark.parametrize("fault", ["kill", "nan"])
+def test_a_rank_fails(house, fault):
+    """In the middle of step 3: killed, or with a loss that is no number. All ranks end, saying which and where; --resume gives the curve of an undisturbed run."""
+    (house / "faulty.py").write_text(FAULTY)
+    out, began = f"out/{fault}", time.monotonic()
+    done = run_ranks(house, 2, *WIDE, "--expert_parallel=2", f"--out_dir={out}", script="faulty.py", FAULT=fault)
+    assert done.returncode != 0 and time.monotonic() - began < 90
+    if fault == "kill":
+        assert "rank 0: lost touch. rank 1 does not answer: it was killed" in done.stderr and "--resume" in done.stderr
+    else:
+        assert all(f"rank {r}: error: step 3: loss nan" in done.stderr for r in (0, 1)) and "Nothing was updated" in done.stderr
+    assert [p.name for p in train.checkpoints(house / out)] == ["ckpt_00000002.pt"]
+    assert run_ranks(house, 2, "--resume", f"--out_dir={out}").returncode == 0
+    for f, g in zip(metrics(house / out), metrics(house / "out/undisturbed")):
+        assert f.get("loss") == g.get("loss") and f.get("val_loss") == g.get("val_loss")
+
+
+def test_what_cannot_be_shared_out(house, monkeypatch, capsys):
+    """Refused before the processes meet, naming the setting."""
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(prepare, "HERE", house / "data")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    for how, words in ((["--expert_parallel=3"], "expert_parallel = 3: must divide the number of processes, here 4"),
+                       (["--expert_parallel=4", "--num_experts=6"], "expert_parallel = 4: must divide num_experts = 6"),
+                       (["--balance_ranks"], "nothing to balance"),
+                       (["--context_parallel=3"], "context_parallel = 3: must divide the number of processes"),
+                       (["--context_parallel=4", "--context=26"], "context_parallel = 4: must divide the context, 26"),
+                       (["--context_parallel=4", "--context=8"], "stretches of at least 3 tokens"),
+                       (["--batch_size=3", "--grad_accum=2"], "batch_size = 3 .* cannot be shared out evenly over 4")):
+        with pytest.raises(ValueError, match=words):
+            train.train(["--data=play", *PLAIN, *how])
+    for N, accum, batch in ((4, 2, 2), (4, 6, 2), (4, 1, 8), (3, 2, 3), (8, 12, 2)):       # every sequence of the step is taken once
+        x, seen = torch.arange(accum * batch).view(accum, batch, 1).expand(-1, -1, 24), []
+        for rank in range(N):
+            monkeypatch.setenv("WORLD_SIZE", str(N))
+            monkeypatch.setenv("RANK", str(rank))
+            ranks = train.Ranks()
+            ranks.check(train.Settings(batch_size=batch, grad_accum=accum, context=24), K3Config(**TINY))
+            parts = [ranks.part(x[micro]) for micro in ranks.micro_batches(accum)]
+            assert len({p.shape for p in parts}) == 1
+            seen += torch.cat(parts)[:, 0].tolist()
+        assert sorted(seen) == list(range(accum * batch))
+
+
+def test_killed_while_writing(tmp_path):
+    """A process that writes one checkpoint after another is killed at 20 random moments: one of the last two always loads, and is whole."""
+    content = lambda step: dict.fromkeys(("optimizer", "config", "settings", "tokenizer", "data"), {}) | dict(step=step, model=torch.full((2_000_000,), step))
+    train.save_checkpoint(tmp_path, 0, content(0))
+    rng = random.Random(0)
+    while_writing = 0
+    for kill in range(20):
+        child = os.fork()
+        if child == 0:
+            try:
+                for step in range(1000 * kill + 1, 1000 * kill + 900):
+                    train.save_checkpoint(tmp_path, step, content(step))
+            finally:
+                os._exit(1)
+        time.sleep(0.05 + 0.1 * rng.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        while_writing += bool(list(tmp_path.glob("*.tmp")))
+        found = train.checkpoints(tmp_path)
+        assert 1 <= len(found) <= 3
+        newest = train.load_checkpoint(tmp_path)
+        assert (newest["model"] == newest["step"]).all() and f"{newest['step']:08d}" in found[-1].name
+    assert while_writing > 3
+    train.prepare_folder(tmp_path, False, 1)                               # what --resume does first
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 # ---- weights.py
@@ -2083,6 +2381,21 @@ def test_k3_tokenizer_as_configured(tmp_path):
     assert tokenizer.special_ids(enc) == dict(bos_token_id=163584, eos_token_id=163586, pad_token_id=163839)
 
 
+def encode_json(content, enc, text):
+    """What an engine makes of tokenizer.json: pieces by the pattern, bytes as letters, and of all merges that apply the first in the list."""
+    (split, level), bpe = content["pre_tokenizer"]["pretokenizers"], content["model"]
+    assert level["type"] == "ByteLevel" and not level["add_prefix_space"] and bpe["ignore_merges"] and bpe["vocab"]["Ġ"] == enc.encode_single_token(b" ")
+    assert {token["content"]: token["id"] for token in content["added_tokens"]} == enc._special_tokens
+    names, order, ids = {i: name for name, i in bpe["vocab"].items()}, {tuple(pair): i for i, pair in reversed([*enumerate(bpe["merges"])])}, []
+    for piece in regex.findall(split["pattern"]["Regex"], text, regex.V1):
+        parts = [names[enc.encode_single_token(bytes([b]))] for b in piece.encode()]
+        while len(parts) > 1 and "".join(parts) not in bpe["vocab"] and (pairs := [pair for pair in zip(parts, parts[1:]) if pair in order]):
+            at = [*zip(parts, parts[1:])].index(min(pairs, key=order.get))
+            parts[at:at + 2] = [parts[at] + parts[at + 1]]
+        ids += [bpe["vocab"]["".join(parts)]] if "".join(parts) in bpe["vocab"] else [bpe["vocab"][part] for part in parts]
+    return ids
+
+
 @pytest.mark.parametrize("which", ["bytes", "bpe", "k3"])
 def test_tokenizer_travels_with_weights(which, tmp_path):
     enc = tokenizer.make(str(k3_file(tmp_path)) if which == "k3" else which, [PLAY * 9], 400)
@@ -2094,6 +2407,7 @@ def test_tokenizer_travels_with_weights(which, tmp_path):
     assert twin | dict(name=d["name"]) == d and n.tokenizer.n_vocab == enc.n_vocab
     text = random_text(3) + "[EOS]<|endoftext|>中文"
     assert n.tokenizer.encode_ordinary(text) == enc.encode_ordinary(text)
+    assert encode_json(json.loads((tmp_path / "a/tokenizer.json").read_text(encoding="utf-8")), enc, text) == enc.encode_ordinary(text)
     settings = json.loads((tmp_path / "a/tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "TikTokenTokenizer" and len(settings["added_tokens_decoder"]) == len(d["special"])
     whole, generation = (json.loads((tmp_path / "a" / file).read_text()) for file in ("config.json", "generation_config.json"))

@@ -221,8 +221,9 @@ def learning_rate(settings, step):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, settings, device, autocast, ranks):
+def evaluate(model, tokens, settings, device, autocast, ranks=None):
     """Mean loss in nats per token over evenly spread windows, shared out over the ranks."""
+    ranks = ranks or Ranks()
     model.eval()
     T, B = settings.context, settings.batch_size
     windows = (len(tokens) - 1) // T

@@ -5,7 +5,7 @@ Released weights in and out: K3.from_pretrained and K3.save_pretrained (model.py
     *.safetensors                   the tensors: one file, or many and model.safetensors.index.json
     generation_config.json, tiktoken.model, tokenizer_config.json
 
-and so does one that we write, for llama.cpp's converter, transformers, vLLM and SGLang:
+and so does one that we write, with tokenizer.json beside them, for llama.cpp's converter, MLX-LM, transformers, vLLM and SGLang:
 
     python weights.py out/shakespeare exported                    a run of train.py (or one checkpoint) → such a folder
     python weights.py out/shakespeare exported --dtype=bfloat16 --experts=mxfp4
@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -173,15 +174,19 @@ def mxfp4_words(dtype):
     return numbers.to(dtype).view({torch.float32: torch.int64, torch.bfloat16: torch.int32}[dtype]).flatten()
 
 
-def mxfp4_decode(packed, scale, dtype=torch.float32):
-    """packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, exact: each number · 2^(scale − 127)."""
+def mxfp4_decode(packed, scale, dtype=torch.float32, out=None):
+    """packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, exact: each number · 2^(scale − 127). Into out, if given:
+    a contiguous tensor of that shape and dtype."""
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or packed.shape != (*scale.shape[:-1], 16 * scale.shape[-1]):
         raise ValueError(f"MXFP4: expected uint8 (…, in/2) and (…, in/32), got {packed.dtype} {tuple(packed.shape)} and {scale.dtype} "
                          f"{tuple(scale.shape)}")
     if (scale == 255).any():
         raise ValueError("MXFP4: a scale is 255, which stands for no number; the file is spoiled")
+    words = mxfp4_words(dtype)
+    out = packed.new_empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=dtype) if out is None else out
     at = packed.int().unflatten(-1, (-1, 16)).add_(scale.int().unsqueeze(-1) << 8)                   # (out, in/32, 16)
-    return mxfp4_words(dtype).index_select(0, at.flatten()).view(dtype).view(*packed.shape[:-1], -1)
+    torch.index_select(words, 0, at.flatten(), out=out.view(-1).view(words.dtype))                   # no copy: half of the time is memory
+    return out
 
 
 def mxfp4_encode(w):
@@ -489,21 +494,42 @@ def load(folder, dtype=None, device="cpu", **training):
         if stored.path not in opened:
             opened[stored.path] = open_file(stored.path)
         return opened[stored.path].get_tensor(stored.name)[first:last]
+
+    def decode(target, packed, scale):
+        """In pieces of 256 kB, so that what lies between file and weights stays in the cache, on as many threads as torch has."""
+        @torch.no_grad()                                                   # which is by thread
+        def piece(rows):
+            out = target[rows]
+            if out.is_cpu:
+                mxfp4_decode(packed[rows], scale[rows], dtype, out)
+            else:
+                out.copy_(mxfp4_decode(packed[rows], scale[rows], dtype))
+        few = max(1, (256 << 10) // packed.shape[1])
+        list(pool.map(piece, (slice(first, first + few) for first in range(0, len(packed), few))))
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads)
+    torch.set_num_threads(1)                                               # each piece on one: threads of threads wait for each other
     try:
         for name, cut, stored, scale in sorted(found, key=lambda row: (row[2].path, row[2].start)):              # as the files lie on the disk
             target = cut_out(ours[name], cut)
-            step = max(1, (at_once if not scale else 256 << 10) * stored.shape[0] // stored.size)                # rows; decoding takes more room
+            step = max(1, at_once * stored.shape[0] // stored.size)                                              # rows
             for first in range(0, len(target), step):
                 last = min(first + step, len(target))
                 rows = rows_of(stored, first, last)
                 seen += rows.nbytes
-                target[first:last] = mxfp4_decode(rows, rows_of(scale, first, last), dtype) if scale else rows
+                if scale:
+                    decode(target[first:last], rows, rows_of(scale, first, last))
+                else:
+                    target[first:last] = rows
                 del rows
                 if seen >= at_once:
                     opened.clear()
                     seen = 0
     except (ValueError, safetensors().SafetensorError) as error:
         raise ValueError(f"{stored.path}: tensor {stored.name}: {error}") from None
+    finally:
+        pool.shutdown()
+        torch.set_num_threads(threads)
     model.tokenizer = enc
     return model.eval()
 

@@ -143,16 +143,35 @@ def special_ids(enc):
 
 
 def write_model(enc, folder):
-    """tiktoken.model and tokenizer_config.json, as K3 has them; from_file(folder/tiktoken.model) gives the same tokenizer again."""
+    """
+    tiktoken.model and tokenizer_config.json, as K3 has them; from_file(folder/tiktoken.model) gives the same tokenizer again. And the same once
+    more as tokenizer.json, which engines read where K3's own needs the python file of its release.
+    """
     d, ids = to_dict(enc), special_ids(enc)
     (folder / "tiktoken.model").write_text(d["ranks"], encoding="utf-8")
     plain = dict(lstrip=False, rstrip=False, single_word=False, normalized=False, special=True)
     names = {i: name for name, i in d["special"].items()}
-    content = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+    content = {"tokenizer_class": "TikTokenTokenizer",
                "added_tokens_decoder": {str(i): {"content": names[i], **plain} for i in sorted(names)},
                **{name.removesuffix("_id"): names[i] for name, i in ids.items()}, "unk_token": "[UNK]" if "[UNK]" in d["special"] else None,
                "model_max_length": 1 << 20, "clean_up_tokenization_spaces": False, "pat_str": d["pattern"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    # tokenizer.json: bytes are written as letters, GPT-2's way, and a merge for every cut of a token into two tokens, lower ranks first
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(printable)))}
+    spelled = {token: "".join(letters[b] for b in token) for token in sorted(enc._mergeable_ranks, key=enc._mergeable_ranks.get)}
+    merges = [[spelled[token[:i]], spelled[token[i:]]] for token in spelled for i in range(1, len(token))
+              if token[:i] in spelled and token[i:] in spelled]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": d["pattern"]}, "behavior": "Isolated", "invert": False}
+    content = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None, "decoder": level,
+               "added_tokens": [{"id": i, "content": names[i], **plain} for i in sorted(names)],
+               "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+               "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                         "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+                         "vocab": {spelled[token]: rank for token, rank in enc._mergeable_ranks.items()}, "merges": merges}}
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def from_tiktoken(name):
