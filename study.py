@@ -453,11 +453,12 @@ def crossing(fits, points, name):
 class Needles:
     """
     Batches of text in which pairs are planted, "mark key value", and asked for later, "mark key" → value. The mark is a token that the text
-    never has, keys and values are drawn from its commonest ones. Only slots of three tokens are overwritten.
+    never has, keys and values are drawn from its commonest ones. Only slots of three tokens are overwritten. In training a pair stands there
+    `times` times, at random places, so all but its first are questions.
     """
 
-    def __init__(self, folder, meta, pairs, words=64):
-        self.tokens, self.pairs = prepare.open_tokens(folder, "train", meta), pairs
+    def __init__(self, folder, meta, pairs, times, words=16):
+        self.tokens, self.pairs, self.times = prepare.open_tokens(folder, "train", meta), pairs, times
         counts = np.bincount(self.tokens, minlength=meta["vocab_size"])
         unused = np.flatnonzero(counts == 0)
         if not len(unused):
@@ -473,8 +474,8 @@ class Needles:
         x, y = train.get_batch(self.tokens, batch_size, context, key)
         rows, random = torch.cat([x, y[:, -1:]], 1), np.random.default_rng((*key, 1))              # (B, context + 1)
         for row in rows:
-            slots = random.choice((context + 1) // 3, 2 * self.pairs, replace=False).reshape(2, -1)
-            for slot, pair in zip(np.concatenate([slots.min(0), slots.max(0)]), 2 * list(zip(*self.draw(random)))):
+            slots = random.choice((context + 1) // 3, self.times * self.pairs, replace=False)
+            for slot, pair in zip(slots, self.times * list(zip(*self.draw(random)))):
                 row[3 * slot:3 * slot + 3] = torch.tensor([self.mark, *pair])
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -515,14 +516,14 @@ def read_long(r, needles, rows, reach):
 
 
 def long(arguments):
-    options, given = read_options(arguments, tokens=1_500_000, only="kda,k3,mla", seeds=1, reach=65536, rows=2)
-    given = {"context": 256, "batch_size": 8, **given}
-    variants = ablations(base_config(options["size"], given))
+    options, given = read_options(arguments, tokens=2_000_000, only="kda,k3,mla", seeds=1, reach=65536, rows=2)
+    given = {"context": 256, "batch_size": 4, "lr": 1.6e-2, **given}
+    variants = {name: v for name, v in ablations(base_config(options["size"], given)).items() if "gpt" not in v[1]}         # those have positions
     for seed in range(1, options["seeds"] + 1):
         for name in chosen(variants, options["only"]):
             flat = settings_of(options["size"], options["tokens"], seed, given, variants[name][1])
             r = Run(flat)
-            needles = Needles(r.folder, r.meta, 8)
+            needles = Needles(r.folder, r.meta, pairs=4, times=6)
             if r.meta["val_tokens"] <= options["reach"]:
                 raise ValueError(f"--reach={options['reach']}: data/{flat['data']} has {r.meta['val_tokens']} validation tokens; give more text, or reach "
                                  "less far")

@@ -2557,7 +2557,7 @@ def test_needles(house, monkeypatch, capsys):
     (house / "epic.txt").write_text(PLAY * 150)
     assert run_prepare(house, "epic.txt", "--tokenizer=bytes").returncode == 0
     meta, _ = prepare.load_meta(house / "data/epic")
-    needles = study.Needles(house / "data/epic", meta, 4)
+    needles = study.Needles(house / "data/epic", meta, pairs=4, times=2)
     x, y = needles.batch((1, 2), 6, 64)
     plain = train.get_batch(needles.tokens, 6, 64, (1, 2))[0]
     assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(x, needles.batch((1, 2), 6, 64)[0]) and (x != plain).float().mean() < 24 / 64
@@ -2585,7 +2585,7 @@ def test_needles(house, monkeypatch, capsys):
     assert found == {256: (8, 8), 1024: (8, 8)} and nats.shape == windows.shape == (2, 1024) and torch.allclose(nats, torch.tensor(math.log(257)))
     study.long(["--data=epic", "--size=16", "--tokens=2048", "--only=k3", "--reach=1024", "--rows=1", "--batch_size=2"])
     out = capsys.readouterr().out
-    assert "needle found after   256: " in out and "of 8" in out and "256 to 1,024" in out
+    assert "needle found after   256: " in out and "of 4" in out and "256 to 1,024" in out
     with pytest.raises(ValueError, match="--reach=1048576"):
         study.long(["--data=epic", "--size=16", "--tokens=512", "--only=k3", "--reach=1048576", "--batch_size=2"])
 
