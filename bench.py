@@ -304,8 +304,8 @@ def bench_profile(*arguments):
     kda.kda, muon.newton_schulz = kept
     total = sum(clock.seconds.values())
     print(f"{' '.join(arguments) or 'config/shakespeare.py'}: {settings.grad_accum} × {settings.batch_size} × {settings.context} tokens, "
-          f"{model.num_params():,} parameters, {device}, {str(dtype)[6:]}{', processor time' if by_processor() else ''}; a step takes {plain * 1e3:,.0f} ms, "
-          f"with the clock {statistics.median(times) * 1e3:,.0f} ms\n")
+          f"{model.num_params():,} parameters, {device}, {str(dtype)[6:]}{', processor time' if by_processor() else ''}; a step takes "
+          f"{plain * 1e3:,.0f} ms, with the clock {statistics.median(times) * 1e3:,.0f} ms\n")
     print("| part | forward, ms | backward, ms | update, ms | share |\n|---|---|---|---|---|")
     parts = dict.fromkeys(part for _, part in clock.seconds)
     rows = {part: [clock.seconds.get((phase, part), 0.0) / len(times) for phase in ("forward", "backward", "update")] for part in parts}

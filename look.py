@@ -251,8 +251,8 @@ def decay(draw, seen, *_):
     longest, shortest = (pick(rows, key=lambda row: np.median(row[1])) for pick in (max, min))
     draw(draw_map, [name for name, _ in rows], "channels of the key, longest memory first", np.log10(np.stack([head for _, head in rows])),
          "KDA: half-life of what a channel remembers", "log10 of the half-life in tokens")
-    return (f"half-lives from {lives.min():.2g} to {lives.max():.3g} tokens, half of the channels under {np.median(lives):.2g}; heads share out the work: "
-            f"{longest[0]} remembers longest (median {np.median(longest[1]):.2g}), {shortest[0]} shortest ({np.median(shortest[1]):.2g})")
+    return (f"half-lives from {lives.min():.2g} to {lives.max():.3g} tokens, half of the channels under {np.median(lives):.2g}; heads share out the "
+            f"work: {longest[0]} remembers longest (median {np.median(longest[1]):.2g}), {shortest[0]} shortest ({np.median(shortest[1]):.2g})")
 
 
 def load(draw, seen, metrics, *_):
@@ -281,8 +281,9 @@ def kinds(draw, seen, metrics, model, documents, context):
          (0, max(2, table.max())))
     apart = table.max(0) / np.maximum(table.min(0), 1e-9)
     kind, expert = np.unravel_index((table / np.maximum(table.mean(0), 1e-9)).argmax(), table.shape)
-    return (f"a column of one shade is an expert that does not care; expert {expert + 1} cares most for “{list(loads)[kind]}” ({table[kind, expert]:.1f} "
-            f"of the fair share, {table[:, expert].mean():.1f} on average); {(apart > 1.5).sum()} of {len(apart)} differ by more than half between kinds")
+    return (f"a column of one shade is an expert that does not care; expert {expert + 1} cares most for “{list(loads)[kind]}” "
+            f"({table[kind, expert]:.1f} of the fair share, {table[:, expert].mean():.1f} on average); {(apart > 1.5).sum()} of {len(apart)} differ by "
+            "more than half between kinds")
 
 
 def bias(draw, seen, metrics, model, *_):
@@ -292,8 +293,8 @@ def bias(draw, seen, metrics, model, *_):
     table = np.stack([np.sort(b) for b in biases.values()])
     most = max(np.abs(table).max(), 1e-3)
     draw(draw_map, list(biases), "experts, lowest bias first", table, "Router bias, beside scores between 0 and 1", "bias", (-most, most))
-    return (f"a high bias pulls tokens to an expert that the router would pass over: {table.min():+.3f} to {table.max():+.3f}, beside scores between 0 and 1; "
-            f"spread {table.std():.3f}")
+    return (f"a high bias pulls tokens to an expert that the router would pass over: {table.min():+.3f} to {table.max():+.3f}, beside scores between "
+            f"0 and 1; spread {table.std():.3f}")
 
 
 def activations(draw, seen, metrics, model, *_):

@@ -30,6 +30,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import attnres
+import kda
+import model
 import moe
 import muon
 import train
@@ -38,11 +41,11 @@ from model import K3, K3Config
 
 RUNS = Path("out/study.jsonl")
 # Of the sources that make the model, as they are imported: a run made with other ones is marked in the table
-SOURCE = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in ("attnres.py", "kda.py", "moe.py", "muon.py", "model.py"))).hexdigest()[:12]
+SOURCE = hashlib.sha256(b"".join(Path(module.__file__).read_bytes() for module in (attnres, kda, moe, muon, model))).hexdigest()[:12]
 
 
 def sizes(d):
-    """K3Config's fields for a model of width d: the quickstart's proportions, which are those of d = 128; smaller heads below, larger ones above."""
+    """K3Config's fields for width d: the quickstart's proportions, which are those of d = 128; smaller heads below, larger ones above."""
     head = 16 if d < 128 else 32 if d < 256 else 64
     if d < head or d % head:
         raise ValueError(f"--size={d}: expected a width, a multiple of {head}")
@@ -54,8 +57,10 @@ def sizes(d):
 BASE = dict(data="shakespeare", batch_size=8, context=128, lr=2.4e-2, weight_decay=0.5, eval_batches=32)
 
 
-def ablations(config):
-    """name → (what it is, settings that differ from K3's). config: K3's own, to find widths of equal active size."""
+def ablations(size, given):
+    """name → (what it is, settings that differ from K3's). For an idea of your own, add a line. given: settings that are for all."""
+    config, lr = base_config(size, given), given.get("lr", BASE["lr"])
+
     def active(**changes):
         with torch.device("meta"):
             return K3(K3Config(**{**sizes_of(config), **changes})).num_active_params()
@@ -79,10 +84,10 @@ def ablations(config):
         "swiglu": ("SwiGLU for SiTU-GLU", dict(situ_beta=None, situ_linear_beta=None)),
         "sign": ("sign rule for Quantile Balancing", dict(balance="sign")),
         "no_bias": ("no router bias", dict(balance="none")),
-        "adamw": ("AdamW for Muon", dict(optimizer="adamw", lr=1.6e-2, weight_decay=0.1)),
+        "adamw": ("AdamW for Muon", dict(optimizer="adamw", lr=lr * 2 / 3, weight_decay=0.1)),
         "whole": ("whole-matrix Muon for per-head", dict(optimizer="whole")),
         "wsd": ("WSD for cosine", dict(schedule="wsd")),
-        "gpt_adamw": ("plain GPT by AdamW", dict(gpt=True, optimizer="adamw", lr=8e-3, weight_decay=0.1, min_lr=0.1)),
+        "gpt_adamw": ("plain GPT by AdamW", dict(gpt=True, optimizer="adamw", lr=lr / 3, weight_decay=0.1, min_lr=0.1)),
         "gpt_muon": ("plain GPT by Muon", dict(gpt=True, optimizer="muon"))}
 
 
@@ -336,15 +341,16 @@ def with_spread(values, digits):
 def heading(options, flat, what):
     """What stands over every table: how it was measured."""
     device = flat.get("device", train.find_device("auto"))
-    return (f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {device}; data/{flat['data']}, {what}, lr {flat['lr']:g}, {flat['batch_size']} × "
-            f"{flat['context']} tokens a step, seeds 1 to {options['seeds']}; ± is the standard deviation over seeds. Tokens/s: a step of each in turn, median of 7" + (", in processor time." if by_processor() else "."))
+    return (f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {device}; data/{flat['data']}, {what}, lr {flat['lr']:g}, "
+            f"{flat['batch_size']} × {flat['context']} tokens a step, seeds 1 to {options['seeds']}; ± is the standard deviation over seeds. "
+            f"Tokens/s: a step of each in turn, median of 7{', in processor time' if by_processor() else ''}.")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 def ablate(arguments):
     options, given = read_options(arguments)
-    variants = ablations(base_config(options["size"], given))
+    variants = ablations(options["size"], given)
     names, rows = chosen(variants, options["only"]), {}
     for seed in range(1, options["seeds"] + 1):                            # seed by seed: a study that is stopped has whole columns
         for name in names:
@@ -353,8 +359,8 @@ def ablate(arguments):
                 rows.setdefault((name, ""), []).append(finished(flat, ""))
             rows.setdefault((name, options["label"]), []).append(run(name, flat, options["label"]))
     fast = dict(zip(names, speeds([settings_of(options["size"], options["tokens"], 1, given, variants[name][1]) for name in names])))
-    print(heading(options, flat, f"size {options['size']}, {tokens_of(flat):,} tokens") + " Δ: against K3 with the same seed, * where zero lies outside "
-          "its 95% interval. Max violation: of the worst layer, mean over the last half of the steps.\n")
+    print(heading(options, flat, f"size {options['size']}, {tokens_of(flat):,} tokens") + " Δ: against K3 with the same seed, * where zero "
+          "lies outside its 95% interval. Max violation: of the worst layer, mean over the last half of the steps.\n")
     print("| | active parameters | validation, bits per byte | Δ to K3 | tokens/s | max violation | largest activation |\n" + "|---" * 7 + "|")
     k3 = rows.get(("k3", "")) or rows.get(("k3", options["label"]))
     t95 = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78}.get(options["seeds"], 2.6)   # Student's t, two-sided
@@ -374,7 +380,7 @@ def ablate(arguments):
 def gpt(arguments):
     """The architecture's gain and the optimizer's: K3 with a fifth and with two fifths of the tokens that the plain GPTs have."""
     options, given = read_options(arguments, tokens=2_000_000)
-    variants = ablations(base_config(options["size"], given))
+    variants = ablations(options["size"], given)
     names = chosen(variants, options["only"])
     rows = [(name, part) for name, part in (("gpt_adamw", 1.0), ("gpt_muon", 1.0), ("k3", 0.4), ("k3", 0.2)) if name in names]
     flats = {row: settings_of(options["size"], options["tokens"] * row[1], 1, given, variants[row[0]][1]) for row in rows}
@@ -397,9 +403,9 @@ def scaling(arguments):
     if not all(d.isdigit() for d in options["sizes"].split(",")) or options["sizes"].count(",") < 2:
         raise ValueError(f"--sizes={options['sizes']}: expected at least three widths, such as 32,48,64: a line through two has no error")
     widths = [int(d) for d in options["sizes"].split(",")]
-    names, points = chosen(ablations(base_config(widths[0], given)), options["only"]), {}
+    names, points = chosen(ablations(widths[0], given), options["only"]), {}
     for d in widths:
-        variants = ablations(base_config(d, given))
+        variants = ablations(d, given)
         with torch.device("meta"):
             active = K3(base_config(d, given)).num_active_params()         # K3's, so that all variants of a size see the same tokens
         for name in names:
@@ -407,16 +413,16 @@ def scaling(arguments):
                 flat = settings_of(d, options["ratio"] * active, seed, given, variants[name][1])
                 line = run(name, flat, options["label"])
                 points.setdefault(name, []).append((6 * line["active"] * tokens_of(flat), line["val_bits_per_byte"]))
-    print(heading(options, flat, f"widths {options['sizes']}, {options['ratio']:g} tokens for each active parameter") + " Compute C: 6 · active parameters · "
-          "tokens.\n")
+    what = f"widths {options['sizes']}, {options['ratio']:g} tokens for each active parameter"
+    print(heading(options, flat, what) + " Compute C: 6 · active parameters · tokens.\n")
     computes = " ".join(f"{c:.1e}" for c, _ in points[names[0]][::options["seeds"]])
     print(f"| | bits per byte at C = {computes} | fit: bits per byte | fit error | compute for K3's loss |\n|---|---|---|---|---|")
     fits = {name: power_law(*zip(*p)) for name, p in points.items()}
     for name, p in points.items():
         a, b, error, slope_error = fits[name]
         means = [statistics.mean(loss for _, loss in p[i:i + options["seeds"]]) for i in range(0, len(p), options["seeds"])]
-        print(f"| {variants[name][0]} | {' '.join(f'{loss:.3f}' for loss in means)} | {math.exp(a):.2f} · C^-{b:.4f} ± {slope_error:.4f} | {error:.2%} | "
-              f"{crossing(fits, points, name)} |")
+        fit = f"{math.exp(a):.2f} · C^-{b:.4f} ± {slope_error:.4f}"
+        print(f"| {variants[name][0]} | {' '.join(f'{loss:.3f}' for loss in means)} | {fit} | {error:.2%} | {crossing(fits, points, name)} |")
     large = "--data=corpus --vocab_size=50304 --n_layer=12 --batch_size=64 --context=1024 --lr=4e-3 --weight_decay=0.1"
     print(f"""
 on a GPU, ten times as wide, with a corpus as for config/gpu_small.py:
@@ -518,15 +524,15 @@ def read_long(r, needles, rows, reach):
 def long(arguments):
     options, given = read_options(arguments, tokens=2_000_000, only="kda,k3,mla", seeds=1, reach=65536, rows=2)
     given = {"context": 256, "batch_size": 4, "lr": 1.6e-2, **given}
-    variants = {name: v for name, v in ablations(base_config(options["size"], given)).items() if "gpt" not in v[1]}         # those have positions
+    variants = {name: v for name, v in ablations(options["size"], given).items() if "gpt" not in v[1]}         # those have positions
     for seed in range(1, options["seeds"] + 1):
         for name in chosen(variants, options["only"]):
             flat = settings_of(options["size"], options["tokens"], seed, given, variants[name][1])
             r = Run(flat)
             needles = Needles(r.folder, r.meta, pairs=4, times=6)
             if r.meta["val_tokens"] <= options["reach"]:
-                raise ValueError(f"--reach={options['reach']}: data/{flat['data']} has {r.meta['val_tokens']} validation tokens; give more text, or reach "
-                                 "less far")
+                raise ValueError(f"--reach={options['reach']}: data/{flat['data']} has {r.meta['val_tokens']} validation tokens; give more text, "
+                                 "or reach less far")
             r.batches = lambda step, batch_size, context: needles.batch((seed, step), batch_size, context)
             figures = r.fit()
             found = read_long(r, needles, 24, min(options["reach"], 4096))[0] if options["reach"] >= 4096 else {}      # short ones many times

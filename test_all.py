@@ -2523,7 +2523,7 @@ def test_ablate(house, monkeypatch, capsys):
             study.ablate([*SMALL, *arguments])
 
     config = study.base_config(48, dict(data="play"))
-    variants, size = study.ablations(config), study.sizes_of(config)
+    variants, size = study.ablations(48, dict(data="play")), study.sizes_of(config)
     fields = {f.name for f in dataclasses.fields(K3Config)}
     for name, (_, changes) in variants.items():
         with torch.device("meta"):
