@@ -7,7 +7,10 @@ What it costs, measured here. Ratios are of medians, with both sides run in turn
     python bench.py step         a training step of the quickstart model against a plain GPT of as many active parameters
     python bench.py decode       prefill and decode speed against context length
     python bench.py balance      Quantile Balancing against the sign rule, on a router skewed on purpose
+    python bench.py profile [config/NAME.py --setting=…]        where the time of a training step goes, by part
     python bench.py dist         experts over 2 processes against the same work without exchange; memory and traffic per GPU, on paper
+
+and, for minutes to hours, what each idea brings: python bench.py ablate, gpt, long, scaling (study.py).
 """
 import copy
 import os
@@ -23,20 +26,11 @@ import torch.nn.functional as F
 
 import kda
 import moe
+import muon
 import train
-from model import K3, K3Config
-
-
-def in_turn(runs, *functions):
-    """Run the functions in turn, `runs` times after one warm-up → the median seconds of each."""
-    times = [[] for _ in functions]
-    for i in range(runs + 1):
-        for f, seconds in zip(functions, times):
-            began = time.perf_counter()
-            f()
-            if i:
-                seconds.append(time.perf_counter() - began)
-    return [statistics.median(seconds) for seconds in times]
+from attnres import Mix
+from model import GatedMLA, K3, K3Config
+from study import STUDIES, PlainGPT, by_processor, in_turn, now
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -138,42 +132,14 @@ def bench_moe():
           f"loop over experts (aim 4); difference {same:.1e}")
 
 
-class PlainGPT(nn.Module):
-    """The yardstick: learned positions, RMSNorm, SDPA, GELU MLP of four times the width."""
-
-    def __init__(self, vocab_size, n_layer, n_embd, n_head, hidden, context):
-        super().__init__()
-        linear = lambda a, b: nn.Linear(a, b, bias=False)
-        self.n_head = n_head
-        self.embed, self.positions = nn.Embedding(vocab_size, n_embd), nn.Embedding(context, n_embd)
-        self.layers = nn.ModuleList(nn.ModuleDict(dict(
-            norm1=nn.RMSNorm(n_embd), qkv=linear(n_embd, 3 * n_embd), o=linear(n_embd, n_embd),
-            norm2=nn.RMSNorm(n_embd), up=linear(n_embd, hidden), down=linear(hidden, n_embd))) for _ in range(n_layer))
-        self.norm, self.lm_head = nn.RMSNorm(n_embd), linear(n_embd, vocab_size)
-
-    def forward(self, idx, targets):
-        B, T = idx.shape
-        x = self.embed(idx) + self.positions.weight[:T]
-        for m in self.layers:
-            q, k, v = m["qkv"](m["norm1"](x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)        # (B, H, T, D) each
-            x = x + m["o"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1))
-            x = x + m["down"](F.gelu(m["up"](m["norm2"](x))))
-        logits = self.lm_head(self.norm(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def bench_step():
     given, _ = train.read_arguments(["config/shakespeare.py"])
     sizes = {name: value for name, value in given.items() if name in K3Config.__dataclass_fields__}
     config, batch, context = K3Config(**sizes), given.get("batch_size", train.Settings.batch_size), given.get("context", train.Settings.context)
     k3 = K3(config)
     k3_optimizer = k3.configure_optimizers(1e-3)
-    # as many active parameters: the same width and depth, the MLP's width makes up the difference
-    d, L = config.n_embd, config.n_layer
-    hidden = round((k3.num_active_params() - config.vocab_size * d - L * 4 * d * d) / (2 * L * d))
-    gpt = PlainGPT(config.vocab_size, L, d, config.n_head, hidden, context)
-    gpt_optimizer = torch.optim.AdamW(gpt.parameters(), fused=True)
-    active = sum(p.numel() for p in gpt.parameters()) - gpt.embed.weight.numel() - gpt.positions.weight.numel()
+    gpt = PlainGPT(config, context)                # as many active parameters: the same width and depth, the MLP's width makes up the difference
+    gpt_optimizer = gpt.configure_optimizers(1e-3)
     idx = torch.randint(0, config.vocab_size, (batch, context))
 
     def step(model, optimizer):
@@ -184,7 +150,8 @@ def bench_step():
             model.update_router_bias()
     ours, plain = in_turn(10, lambda: step(k3, k3_optimizer), lambda: step(gpt, gpt_optimizer))
     print(f"a step of config/shakespeare.py, {batch} × {context} tokens, {k3.num_active_params():,} active parameters, against a plain GPT with "
-          f"{active:,} (MLP width {hidden}): {ours / plain:.2f} times as long (aim 1.6); {ours * 1e3:.0f} and {plain * 1e3:.0f} ms")
+          f"{gpt.num_active_params():,} (MLP width {gpt.layers[0]['up'].out_features}): {ours / plain:.2f} times as long "
+          f"(aim 1.6); {ours * 1e3:.0f} and {plain * 1e3:.0f} ms")
 
 
 def bench_decode():
@@ -234,6 +201,116 @@ def bench_balance():
         print(f"  {E} experts, top-{k}, {tokens:,} tokens (aim: {aim} within {updates} updates)")
         for name, values in curves.items():
             print(f"    {name}: " + " ".join(f"{v:.2f}" for v in values))
+
+
+class Mark(torch.autograd.Function):
+    """Does nothing, but tells in the backward that it has come by here: what follows belongs to `part`."""
+
+    @staticmethod
+    def forward(ctx, x, clock, part):
+        ctx.clock, ctx.part = clock, part
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.clock.enter("backward", ctx.part)
+        return dy, None, None
+
+
+class Clock:
+    """Time by part of the model, and by phase: forward, backward, update."""
+
+    def __init__(self, device):
+        self.device, self.seconds, self.open, self.now = device, {}, [], ("", "")
+
+    def enter(self, phase, part):
+        """From here on, time is this part's."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        at = now()
+        if self.now[0]:
+            self.seconds[self.now] = self.seconds.get(self.now, 0.0) + at - self.began
+        self.now, self.began = (phase, part), at
+
+    def watch(self, f, part):
+        """f, with its time counted: on what goes in and comes out sit marks, so its backward is seen too."""
+        def mark(x, part):
+            return Mark.apply(x, self, part) if isinstance(x, torch.Tensor) and x.requires_grad else x
+
+        def watched(*arguments, **more):
+            phase, outside = self.now
+            self.enter(phase, part)
+            out = f(*(mark(x, outside) for x in arguments), **more)
+            out = tuple(mark(x, part) for x in out) if isinstance(out, tuple) else mark(out, part)
+            self.enter(phase, outside)
+            return out
+        return watched
+
+
+def bench_profile(*arguments):
+    """The settings are those of a config file; tokens are random, so no data are needed."""
+    given, _ = train.read_arguments(list(arguments) or ["config/shakespeare.py"])
+    settings = train.Settings(**{name: value for name, value in given.items() if name in train.Settings.__dataclass_fields__})
+    device, dtype, _ = train.set_up_machine(settings)
+    model = K3(K3Config(**{name: value for name, value in given.items() if name in K3Config.__dataclass_fields__})).train().to(device)
+    optimizer = model.configure_optimizers(settings.lr, settings.weight_decay, optimizer=settings.optimizer)
+    idx = torch.randint(0, model.config.vocab_size, (settings.batch_size, settings.context), device=device)
+    clock = Clock(device)
+
+    def step():
+        clock.enter("forward", "loss and what is left")
+        for _ in range(settings.grad_accum):
+            with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+                loss = model(idx, idx)[1]
+            clock.enter("backward", "loss and what is left")
+            loss.backward()
+            loss.item()
+            clock.enter("forward", "loss and what is left")
+        clock.enter("update", "gradient norm")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        clock.enter("update", "Muon and AdamW but for that")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        clock.enter("update", "router bias")
+        model.update_router_bias()
+        clock.enter("", "")
+    began = now()
+    step()
+    plain = now() - began
+    runs = 5 if plain < 5 else 1                                           # a large model on a CPU takes minutes a step: its first one must do
+    if runs > 1:
+        (plain,) = in_turn(runs, step, clock=now)                                # before the marks are set
+    for name, m in model.named_modules():
+        part = {kda.KDA: "KDA: gates, unit vectors, norm", kda.ShortConv: "KDA: convolutions", GatedMLA: "MLA", moe.SiTUGLU: "dense and shared MLP",
+                moe.LatentMoE: "MoE: latent maps and norm", Mix: "AttnRes mixtures"}.get(type(m))
+        if name.endswith(("attn_norm", "mlp_norm")) or name == "norm":
+            part = "norms of the layers"
+        if name.endswith("_proj") and isinstance(model.get_submodule(name.rpartition(".")[0]), kda.KDA):
+            part = "KDA: linear maps"
+        if name in ("embed", "lm_head"):
+            part = "embedding and head"
+        if part:
+            m.forward = clock.watch(m.forward, part)
+        if isinstance(m, moe.LatentMoE):
+            m.route, m.experts = clock.watch(m.route, "MoE: routing"), clock.watch(m.experts, "MoE: experts")
+    kept = kda.kda, muon.newton_schulz
+    kda.kda, muon.newton_schulz = clock.watch(kda.kda, "KDA: chunks"), clock.watch(muon.newton_schulz, "Muon: Newton–Schulz")
+    clock.seconds.clear()
+    times = []
+    for _ in range(runs):
+        began = now()
+        step()
+        times.append(now() - began)
+    kda.kda, muon.newton_schulz = kept
+    total = sum(clock.seconds.values())
+    print(f"{' '.join(arguments) or 'config/shakespeare.py'}: {settings.grad_accum} × {settings.batch_size} × {settings.context} tokens, "
+          f"{model.num_params():,} parameters, {device}, {str(dtype)[6:]}{', processor time' if by_processor() else ''}; a step takes {plain * 1e3:,.0f} ms, "
+          f"with the clock {statistics.median(times) * 1e3:,.0f} ms\n")
+    print("| part | forward, ms | backward, ms | update, ms | share |\n|---|---|---|---|---|")
+    parts = dict.fromkeys(part for _, part in clock.seconds)
+    rows = {part: [clock.seconds.get((phase, part), 0.0) / len(times) for phase in ("forward", "backward", "update")] for part in parts}
+    for part, row in sorted(rows.items(), key=lambda item: -sum(item[1])):
+        print(f"| {part} | {' | '.join(f'{s * 1e3:,.1f}' if s else '' for s in row)} | {sum(row) * len(times) / total:.1%} |")
 
 
 def bench_dist():
@@ -324,13 +401,25 @@ def dist_on_paper(tokens=16384):
             print(f"    N = {N:4}, experts over {M:3}: memory {memory / 1e9:7,.0f} | travels " + " | ".join(f"{x / 1e9:6,.1f}" for x in travels))
 
 
-BENCHES = dict(kda=bench_kda, moe=bench_moe, step=bench_step, decode=bench_decode, balance=bench_balance, dist=bench_dist)
+BENCHES = dict(kda=bench_kda, moe=bench_moe, step=bench_step, decode=bench_decode, balance=bench_balance, profile=bench_profile, dist=bench_dist)
 
 if __name__ == "__main__":
-    unknown = [name for name in sys.argv[1:] if name not in BENCHES]
-    if unknown:
-        sys.exit(f"error: no bench {unknown[0]}; there are: {', '.join(BENCHES)}")
+    name, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
     train.keep_memory()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for name in sys.argv[1:] or BENCHES:
-        BENCHES[name]()
+    try:
+        if name in STUDIES:
+            STUDIES[name](rest)
+            sys.exit()
+        unknown = [n for n in sys.argv[1:] if n not in BENCHES and name != "profile"]
+        if unknown:
+            raise ValueError(f"no bench {unknown[0]}; there are: {', '.join([*BENCHES, *STUDIES])}")
+        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+        if name == "profile":
+            bench_profile(*rest)
+            sys.exit()
+        for name in sys.argv[1:] or BENCHES:
+            BENCHES[name]()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; a study goes on from its last finished run")

@@ -364,7 +364,7 @@ class KDA(nn.Module):
     def __init__(self, config):
         super().__init__()
         d, self.H, self.K, self.V = config.n_embd, config.n_head, config.kda_key_dim, config.kda_value_dim
-        self.g_min = config.g_min
+        self.g_min, self.softplus = config.g_min, config.kda_gate == "softplus"
         self.context_group = None                                          # of the ranks that hold one sequence between them; train.py sets it
         self.q_proj = nn.Linear(d, self.H * self.K, bias=False)
         self.k_proj = nn.Linear(d, self.H * self.K, bias=False)
@@ -403,6 +403,8 @@ class KDA(nn.Module):
     def log_decay(self, x):
         """x (B, T, d) → g (B, T, H, K), fp32 (fp64 from an fp64 model)."""
         z = (fp32(self.f_b_proj(self.f_a_proj(x))) + self.dt_bias).unflatten(-1, (self.H, self.K))
+        if self.softplus:                                                  # Kimi Linear's gate, cut off where the tiles need it: e^-5 is 0.7%
+            return (-self.A_log.exp().unsqueeze(-1) * F.softplus(z)).clamp(min=self.g_min)
         return self.g_min * torch.sigmoid(self.A_log.exp().unsqueeze(-1) * z)
 
     def tails_before(self, inputs):

@@ -43,6 +43,7 @@ class K3Config:
     kda_value_dim: int = 0
     conv_size: int = 4
     g_min: float = -5.0                    # the log decay's lower bound
+    kda_gate: str = "sigmoid"              # or "softplus": Kimi Linear's, unbounded but for a floor at g_min (for study)
     q_lora_rank: int = 64
     kv_lora_rank: int = 48                 # + rope: what MLA caches for a token
     qk_nope_head_dim: int = 24
@@ -55,14 +56,16 @@ class K3Config:
     num_experts_per_token: int = 2
     num_shared_experts: int = 2            # one MLP of that many times moe_intermediate_size
     moe_intermediate_size: int = 64
-    routed_expert_hidden_size: int = 64    # the latent ℓ
+    routed_expert_hidden_size: int = 64    # the latent ℓ; 0: none, experts read and write all n_embd (for study)
+    latent_norm: bool = True               # RMSNorm of what the experts give; False: none (for study)
     routed_scaling_factor: float = 1.0
-    situ_beta: float = 4.0
-    situ_linear_beta: float = 25.0
+    situ_beta: float = 4.0                 # None: no limit on the gate; both None: SwiGLU
+    situ_linear_beta: float = 25.0         # None: no limit on the up branch
+    balance: str = "quantile"              # of the router; or "sign": DeepSeek's rule, ±0.001 a step, or "none" (both for study)
     router_bias_ema: float = 0.0           # how much of the old router bias an update keeps
     qat: str = ""                          # "mxfp4": routed experts are rounded to MXFP4 in every forward, to be kept in it later
     # attention residuals
-    attn_res: str = "block"                # or "full": a block per layer part
+    attn_res: str = "block"                # or "full": a block per layer part, or "none": x + f(x) (both for study)
     attn_res_block_size: int = 2           # layers a block
     rms_norm_eps: float = 1e-5
 
@@ -82,7 +85,8 @@ class K3Config:
             value = getattr(self, f.name)
             if f.type is int:
                 rule(isinstance(value, int) and not isinstance(value, bool), f.name, "expected a whole number")
-                may_be_zero = f.name in ("mla_every", "kda_key_dim", "kda_value_dim", "first_k_dense_replace", "qk_rope_head_dim")
+                may_be_zero = f.name in ("mla_every", "kda_key_dim", "kda_value_dim", "first_k_dense_replace", "qk_rope_head_dim",
+                                         "routed_expert_hidden_size")
                 rule(value >= (0 if may_be_zero else 1), f.name, f"must be at least {0 if may_be_zero else 1}")
         if not (self.kda_key_dim and self.kda_value_dim):
             rule(self.n_embd % self.n_head == 0, "n_head",
@@ -100,9 +104,14 @@ class K3Config:
             rule(getattr(self, name) % 8 == 0, name, "must be a multiple of 8: grouped matrix products want rows of 16 bytes")
             rule(not self.qat or getattr(self, name) % 32 == 0, name, "must be a multiple of 32, the block of MXFP4, with qat")
         rule(self.qat in ("", "mxfp4"), "qat", "must be 'mxfp4', or '' for none")
-        rule(self.attn_res in ("block", "full"), "attn_res", "must be 'block' or 'full'")
+        for name, words in dict(attn_res=("block", "full", "none"), kda_gate=("sigmoid", "softplus"), balance=("quantile", "sign", "none")).items():
+            rule(getattr(self, name) in words, name, f"must be one of {', '.join(map(repr, words))}")
+        rule(type(self.latent_norm) is bool, "latent_norm", "must be True or False")
+        if not self.routed_expert_hidden_size:
+            rule(not self.latent_norm, "latent_norm", "must be False with routed_expert_hidden_size = 0: there is no latent to norm")
+            rule(not self.qat, "qat", "must be '' with routed_expert_hidden_size = 0: MXFP4 is for experts in a latent")
         rule(0 <= self.router_bias_ema < 1, "router_bias_ema", "must lie in [0, 1)")
-        rule(self.situ_beta > 0, "situ_beta", "must be positive")
+        rule(self.situ_beta is None or self.situ_beta > 0, "situ_beta", "must be positive, or None for no limit")
         rule(self.situ_linear_beta is None or self.situ_linear_beta > 0, "situ_linear_beta", "must be positive, or None for no limit")
 
     def is_mla(self, i):
@@ -233,11 +242,12 @@ class Layer(nn.Module):
         super().__init__()
         d, eps = config.n_embd, config.rms_norm_eps
         self.full = config.attn_res == "full"
-        self.starts_block = self.full or i % config.attn_res_block_size == 0
-        self.attn_mix = Mix(d, eps)                # layer 0 has nothing to mix yet: there it is stored, and does nothing
+        plain = config.attn_res == "none"          # no block is ever closed, so the running sum is all there is to read: x + f(x)
+        self.starts_block = not plain and (self.full or i % config.attn_res_block_size == 0)
+        self.attn_mix = None if plain else Mix(d, eps)       # layer 0 has nothing to mix yet: there it is stored, and does nothing
         self.attn_norm = RMSNorm(d, eps)
         self.attn = GatedMLA(config) if config.is_mla(i) else KDA(config)
-        self.mlp_mix = Mix(d, eps)
+        self.mlp_mix = None if plain else Mix(d, eps)
         self.mlp_norm = RMSNorm(d, eps)
         if i < config.first_k_dense_replace:
             self.mlp = SiTUGLU(d, config.intermediate_size, config.situ_beta, config.situ_linear_beta)
@@ -263,7 +273,7 @@ class K3(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.n_layer))
-        self.out_mix = Mix(config.n_embd, config.rms_norm_eps)
+        self.out_mix = None if config.attn_res == "none" else Mix(config.n_embd, config.rms_norm_eps)
         self.norm = RMSNorm(config.n_embd, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tokenizer = None                      # the tiktoken.Encoding that came with the weights, if one did: save_pretrained writes it
@@ -276,7 +286,7 @@ class K3(nn.Module):
         embedding                            normal, std 0.1: small beside what layers add, as mixtures take raw values
         lm_head                              zero: the first loss is exactly ln(vocab)
         o_proj of attention, down_proj of    zero: every layer part starts by adding nothing. Of the routed path only the last
-          dense and shared MLP, W↑ of MoE      matrix: with w2 at zero as well, neither would ever get a gradient
+          dense and shared MLP, W↑ of MoE      matrix (w2 without a latent): with w2 at zero as well, neither would ever get a gradient
         every other matrix, experts too      normal, std 1/√(its input width)
         convolutions                         uniform ±1/√width
         norm weights                         1
@@ -287,9 +297,10 @@ class K3(nn.Module):
         """
         zero = [self.lm_head]
         for layer in self.layers:
-            zero += [layer.attn.o_proj, layer.mlp.up_proj if isinstance(layer.mlp, LatentMoE) else layer.mlp.down_proj]
-            zero += [layer.mlp.shared.down_proj] if isinstance(layer.mlp, LatentMoE) else []
-        zero = {id(module.weight) for module in zero}
+            m = layer.mlp
+            zero += [layer.attn.o_proj]
+            zero += [m.up_proj if m.latent else m.w2, m.shared.down_proj] if isinstance(m, LatentMoE) else [m.down_proj]
+        zero = {id(getattr(x, "weight", x)) for x in zero}
         for name, p in self.named_parameters():
             if id(p) in zero or name.endswith((".w", "A_log")):
                 p.zero_()
@@ -384,14 +395,19 @@ class K3(nn.Module):
                 figures.append(dict(layer=i, load=load, max_violation=violation, dead=dead))
         return figures
 
-    def configure_optimizers(self, lr, weight_decay=0.1, ranks=None, replicas=None):
+    def configure_optimizers(self, lr, weight_decay=0.1, ranks=None, replicas=None, optimizer="muon"):
         """Per-Head Muon for the matrices, AdamW for the rest; every step ends with QK-Clip. The lists are all there is: each parameter
-        stands in exactly one. ranks: the process group that shares the work of the step, if there are several processes; replicas: likewise
+        stands in exactly one. For study, optimizer may be "whole" (Muon without cuts into heads) or "adamw" (for the matrices too).
+        ranks: the process group that shares the work of the step, if there are several processes; replicas: likewise
         the group of those that hold the same experts as this one, if experts are shared out."""
-        per_head, whole, decayed, plain = [], [], [self.embed, self.lm_head], [self.out_mix.w, self.out_mix.norm, self.norm]
+        if optimizer not in ("muon", "whole", "adamw"):
+            raise ValueError(f"optimizer = {optimizer!r}: expected muon, whole or adamw")
+        per_head, whole, decayed, plain = [], [], [self.embed, self.lm_head], [self.norm]
+        for mix in (self.out_mix, *(mix for layer in self.layers for mix in (layer.attn_mix, layer.mlp_mix))):
+            plain += [mix.w, mix.norm] if mix else []
         for layer in self.layers:
             a, m = layer.attn, layer.mlp
-            plain += [layer.attn_mix.w, layer.attn_mix.norm, layer.attn_norm, layer.mlp_mix.w, layer.mlp_mix.norm, layer.mlp_norm]
+            plain += [layer.attn_norm, layer.mlp_norm]
             whole += [a.g_proj, a.o_proj]
             if isinstance(a, KDA):
                 per_head += [a.q_proj, a.k_proj, a.v_proj]
@@ -402,17 +418,21 @@ class K3(nn.Module):
                 whole += [a.q_a_proj, a.kv_a_proj_with_mqa]
                 plain += [a.q_a_layernorm, a.kv_a_layernorm]
             if isinstance(m, LatentMoE):
-                whole += [m.router, m.down_proj, m.up_proj, m.w13, m.w2]   # w13 and w2 are matrices stacked by expert
-                plain += [m.norm]
+                whole += [m.router, m.w13, m.w2]                           # w13 and w2 are matrices stacked by expert
+                whole += [m.down_proj, m.up_proj] if m.latent else []
+                plain += [m.norm] if m.norm else []
                 m = m.shared
             whole += [m.gate_proj, m.up_proj, m.down_proj]
         per_head, whole, decayed, plain = ([getattr(p, "weight", p) for p in group] for group in (per_head, whole, decayed, plain))
         listed = [id(p) for p in per_head + whole + decayed + plain]
         assert sorted(listed) == sorted(id(p) for p in self.parameters()), "a parameter is listed twice or not at all"
+        matrices = [dict(params=per_head, blocks=self.config.n_head if optimizer == "muon" else 1), dict(params=whole)]
+        others = [dict(params=decayed), dict(params=plain, weight_decay=0.0)]
+        if optimizer == "adamw":
+            matrices, others = [], [dict(params=per_head + whole + decayed), others[1]]
         experts = list(self.shared_out().values())
         copies = [(ranks, [p for p in self.parameters() if p not in set(experts)]), (replicas, experts)]
-        return muon.MuonAdamW([dict(params=per_head, blocks=self.config.n_head), dict(params=whole)],
-                              [dict(params=decayed), dict(params=plain, weight_decay=0.0)], lr, weight_decay, after_step=self.qk_clip,
+        return muon.MuonAdamW(matrices, others, lr, weight_decay, after_step=self.qk_clip,
                               copies=[(group, params) for group, params in copies if group and params])
 
     def qk_clip(self):

@@ -17,7 +17,7 @@ tokens is the bias with which k/E of them take the expert: a perfect load. `quan
 same from counts in 1000 bins, which can be added up over micro-batches and ranks.
 
 With the experts split over M processes (`share_experts`), rank r is home to experts r·E/M … (r+1)·E/M − 1, and tokens travel: what is sent for a
-token and expert, there and back, is its latent of ℓ numbers, not d. `LatentMoE.dispatch` says who sends what to whom, `experts` does it. Nothing
+token and expert, there and back, is its latent of ℓ numbers, not d: in bf16 8·k·ℓ bytes a token, backward included. `LatentMoE.dispatch` says who sends what to whom, `experts` does it. Nothing
 is dropped and nothing padded: a rank may get any number of rows, none included. Since loads differ from rank to rank, `plan_redundant` (§5.2.1,
 App. E: MoonEP) can even them out exactly, by lending experts to ranks that have less to do.
 
@@ -39,10 +39,11 @@ from attnres import RMSNorm, exchange, fp32, kernels, linears
 # SiTU-GLU
 
 def situ_definition(g, u, beta, linear_beta):
-    """g, u (..., m) → (..., m), inside in fp32. linear_beta None: no limit on the up branch."""
+    """g, u (..., m) → (..., m), inside in fp32. beta None: no limit on the gate; linear_beta None: none on the up branch; both: SwiGLU."""
     g, u, dtype = fp32(g), fp32(u), g.dtype
+    gate = g if beta is None else beta * torch.tanh(g / beta)
     up = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
-    return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * up).to(dtype)
+    return (gate * torch.sigmoid(g) * up).to(dtype)
 
 
 class _SiTU(torch.autograd.Function):
@@ -77,6 +78,8 @@ class _SiTU(torch.autograd.Function):
 
 def situ(g, u, beta, linear_beta):
     """The activation that is used: situ_definition's arguments and result."""
+    if beta is None:                                                       # SiLU is torch's own
+        return F.silu(g) * (u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta))
     apply = kernels.situ if kernels and g.is_cuda and not torch.compiler.is_compiling() else _SiTU.apply
     return apply(g, u, beta, linear_beta)
 
@@ -262,20 +265,21 @@ class LatentMoE(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        d, latent, m = config.n_embd, config.routed_expert_hidden_size, config.moe_intermediate_size
+        d, self.latent, m = config.n_embd, config.routed_expert_hidden_size, config.moe_intermediate_size
+        latent = self.latent or d                                          # without a latent, W↓ and W↑ are left out
         self.E, self.k, self.scale = config.num_experts, config.num_experts_per_token, config.routed_scaling_factor
         self.beta, self.linear_beta, self.bias_ema = config.situ_beta, config.situ_linear_beta, config.router_bias_ema
-        self.qat = config.qat
+        self.qat, self.balance = config.qat, config.balance
         self.group, self.balance_ranks = None, False                       # share_experts sets them
         self.router = nn.Linear(d, self.E, bias=False)
         self.register_buffer("router_bias", torch.zeros(self.E))
         self.histogram = QuantileHistogram(self.E)
         self.register_buffer("load", torch.zeros(self.E, dtype=torch.int64))                       # tokens since the last update
-        self.down_proj = nn.Linear(d, latent, bias=False)                  # W↓
+        self.down_proj = nn.Linear(d, latent, bias=False) if self.latent else None                 # W↓
         self.w13 = nn.Parameter(torch.empty(self.E, 2, m, latent))         # gate and up of every expert
         self.w2 = nn.Parameter(torch.empty(self.E, latent, m))             # down of every expert
-        self.norm = RMSNorm(latent, config.rms_norm_eps)
-        self.up_proj = nn.Linear(latent, d, bias=False)                    # W↑
+        self.norm = RMSNorm(latent, config.rms_norm_eps) if config.latent_norm else None
+        self.up_proj = nn.Linear(latent, d, bias=False) if self.latent else None                   # W↑
         self.shared = SiTUGLU(d, config.num_shared_experts * m, self.beta, self.linear_beta)
 
     def _apply(self, fn, recurse=True):
@@ -302,7 +306,7 @@ class LatentMoE(nn.Module):
         if counted is not None:
             scores, chosen, cutoff = scores[counted], chosen[counted], cutoff[counted]
         self.load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
-        if self.k < self.E:
+        if self.k < self.E and self.balance == "quantile":
             self.histogram.observe(scores, cutoff, self.router_bias)
 
     def experts(self, z, chosen, p):
@@ -376,15 +380,19 @@ class LatentMoE(nn.Module):
     def forward(self, x, counted=None):
         flat = x.flatten(0, -2)                                            # (m, d)
         chosen, p = self.route(flat, None if counted is None else counted.flatten())
-        y = self.experts(self.down_proj(flat), chosen, p)                  # (m, ℓ)
-        return self.up_proj(self.norm(y)).view(x.shape) + self.shared(x)
+        y = self.experts(self.down_proj(flat) if self.latent else flat, chosen, p)                 # (m, ℓ)
+        y = self.norm(y) if self.norm else y
+        return (self.up_proj(y) if self.latent else y).view(x.shape) + self.shared(x)
 
     @torch.no_grad()
     def update_router_bias(self):
         """Once per optimizer step: the new bias from the step's tokens. → load (E), the tokens each expert got in this step."""
-        new = self.histogram.quantile_bias(self.router_bias, self.k)
-        self.router_bias.lerp_(new, 1 - self.bias_ema)
         load = self.load.clone()
+        if self.balance == "quantile":
+            new = self.histogram.quantile_bias(self.router_bias, self.k)
+            self.router_bias.lerp_(new, 1 - self.bias_ema)
+        elif self.balance == "sign":                                       # DeepSeek-V3's: too few tokens, a little up; too many, a little down
+            self.router_bias += 1e-3 * torch.sign(load.float().mean() - load)
         self.histogram.counts.zero_()
         self.load.zero_()
         return load

@@ -85,7 +85,7 @@ class MuonAdamW:
     """
 
     def __init__(self, muon_groups, adamw_groups, lr, weight_decay, after_step=lambda: None, copies=()):
-        self.muon = Muon(muon_groups, lr=lr, weight_decay=weight_decay)
+        self.muon = Muon(muon_groups or [dict(params=[])], lr=lr, weight_decay=weight_decay)
         self.adamw = torch.optim.AdamW(adamw_groups, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
         self.after_step = after_step
         self.shares = [(group, share_out(params, group.size())) for group, params in copies]

@@ -1,6 +1,6 @@
 """
 Every component against its slow definition, and the faults that other implementations had: `make test`, or pytest test_all.py -k kda.
-Top to bottom in the order of the files: attnres, kda, kernels, moe, muon, model, data, train, sample, weights.
+Top to bottom in the order of the files: attnres, kda, kernels, moe, muon, model, data, train, sample, weights, study and bench, look.
 """
 import base64
 import copy
@@ -31,11 +31,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import attnres
+import bench
 import kda
+import look
 import model
 import moe
 import muon
 import sample as sample_py
+import study
 import train
 import weights
 from data import prepare, tokenizer
@@ -309,6 +312,20 @@ def test_kda_gate():
         assert layer.log_decay(x).dtype == torch.float32
 
 
+def test_softplus_gate():
+    """Kimi Linear's: −exp(A_log) · log(1 + e^z), cut off at g_min, so that the tiles hold and nothing is refused."""
+    layer = tiny_model(kda_gate="softplus").layers[0].attn
+    x = torch.randn(2, 40, 32) * 3
+    with torch.no_grad():
+        layer.A_log[0], layer.A_log[1] = math.log(0.5), math.log(30.0)
+    z = (layer.f_b_proj(layer.f_a_proj(x)).double() + layer.dt_bias).view(2, 40, 2, 16)
+    definition = (-torch.tensor([0.5, 30.0]).double().view(2, 1) * torch.log(1 + z.exp())).clamp(min=-5)
+    g = layer.log_decay(x)
+    assert error(g, definition) < 1e-6 and g.min() == -5 and g.max() < 0 and g.dtype == torch.float32
+    layer(x).sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters()) and layer.A_log.grad.abs().min() > 0
+
+
 # ---- kernels.py: on a CPU, Triton's interpreter runs the kernels, in a process of its own. It cuts numbers to bf16 where a GPU rounds them
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -451,14 +468,15 @@ def test_kda_segments():
 def test_situ():
     torch.manual_seed(0)
     g, u = torch.randn(6, 40) * 8, torch.randn(6, 40) * 30
-    for linear_beta in (25.0, None):
-        ours = gradients(lambda g, u: moe.situ(g, u, 4.0, linear_beta), [g, u], [torch.ones(6, 40)])
+    for beta, linear_beta in ((4.0, 25.0), (4.0, None), (None, 25.0), (None, None)):                   # the last is SwiGLU
+        ours = gradients(lambda g, u: moe.situ(g, u, beta, linear_beta), [g, u], [torch.ones(6, 40)])
         g64, u64 = g.double(), u.double()
         def definition(g, u):
-            return 4 * torch.tanh(g / 4) * torch.sigmoid(g) * (25 * torch.tanh(u / 25) if linear_beta else u)
+            return (4 * torch.tanh(g / 4) if beta else g) * torch.sigmoid(g) * (25 * torch.tanh(u / 25) if linear_beta else u)
         truth = gradients(definition, [g64, u64], [torch.ones(6, 40)])
         assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
-        assert error(moe.situ_definition(g, u, 4.0, linear_beta), truth[0]) < 1e-6
+        assert error(moe.situ_definition(g, u, beta, linear_beta), truth[0]) < 1e-6
+    assert error(moe.situ(g, u, None, None), F.silu(g) * u) < 1e-6
     big = torch.tensor([1000.0])
     assert abs(moe.situ(big, big, 4.0, 25.0).item() - 100) < 1e-3 and abs(moe.situ(-big, -big, 4.0, 25.0).item()) < 1e-6
     m = tiny_model()                                                       # dense, shared and routed alike
@@ -477,15 +495,16 @@ def moe_definition(layer, x):
     """The layer token by token, expert by expert, in x's dtype."""
     out = []
     W = {name: p.to(x.dtype) for name, p in layer.named_parameters()}
-    glu = lambda x, gate, up, down: down @ (4 * torch.tanh(gate @ x / 4) * torch.sigmoid(gate @ x) * 25 * torch.tanh(up @ x / 25))
+    limit = lambda x, most: x if most is None else most * torch.tanh(x / most)
+    glu = lambda x, gate, up, down: down @ (limit(gate @ x, layer.beta) * torch.sigmoid(gate @ x) * limit(up @ x, layer.linear_beta))
     for t in x:
         s = torch.sigmoid(W["router.weight"] @ t)
         chosen = (s + layer.router_bias).topk(layer.k).indices
         p = s[chosen] / (s[chosen].sum() + 1e-20) if layer.k > 1 else s[chosen]
-        z = W["down_proj.weight"] @ t
+        z = W["down_proj.weight"] @ t if layer.latent else t
         u = sum(p[i] * layer.scale * glu(z, W["w13"][e, 0], W["w13"][e, 1], W["w2"][e]) for i, e in enumerate(chosen))
-        u = u / torch.sqrt((u * u).mean() + 1e-5) * W["norm.weight"]
-        out.append(W["up_proj.weight"] @ u + glu(t, W["shared.gate_proj.weight"], W["shared.up_proj.weight"], W["shared.down_proj.weight"]))
+        u = u / torch.sqrt((u * u).mean() + 1e-5) * W["norm.weight"] if "norm.weight" in W else u
+        out.append((W["up_proj.weight"] @ u if layer.latent else u) + glu(t, W["shared.gate_proj.weight"], W["shared.up_proj.weight"], W["shared.down_proj.weight"]))
     return torch.stack(out)
 
 
@@ -502,18 +521,21 @@ def test_grouped_mm():
             assert error(a, b) < tolerance
 
 
-@pytest.mark.parametrize("k, bias", [(2, 0.0), (1, 0.0), (8, 0.0), (2, 3.0)])
-def test_latent_moe(k, bias):
-    """Outputs and gradients against the loop, with experts that nobody picks (bias) and all picked (k = E)."""
+@pytest.mark.parametrize("k, bias, changes", [
+    (2, 0.0, {}), (1, 0.0, {}), (8, 0.0, {}), (2, 3.0, {}), (2, 0.0, dict(routed_expert_hidden_size=0, latent_norm=False)), (2, 0.0, dict(latent_norm=False)),
+    (2, 0.0, dict(situ_beta=None, situ_linear_beta=None))])
+def test_latent_moe(k, bias, changes):
+    """Outputs and gradients against the loop, with experts that nobody picks (bias) and all picked (k = E), and with what stands for study."""
     torch.manual_seed(1)
-    layer = tiny_model(num_experts_per_token=k, routed_scaling_factor=1.5).layers[1].mlp
+    changes = dict(changes, num_experts_per_token=k, routed_scaling_factor=1.5)
+    layer = tiny_model(**changes).layers[1].mlp
     layer.router_bias[:3] = -bias
     x, w = torch.randn(23, 32), torch.randn(23, 32)
     layer.zero_grad()
     y = layer(x.view(1, 23, 32)).view(23, 32)
     (y * w).sum().backward()
     ours = {name: p.grad for name, p in layer.named_parameters()}
-    layer64 = tiny_model(num_experts_per_token=k, routed_scaling_factor=1.5).layers[1].mlp
+    layer64 = tiny_model(**changes).layers[1].mlp
     layer64.load_state_dict(layer.state_dict())
     truth = moe_definition(layer64, x.double())
     (truth * w).sum().backward()
@@ -653,6 +675,21 @@ def test_only_training_moves_the_bias():
     assert layer.load.sum() == 30 * 2 and layer.histogram.counts.sum() == 30 * 8     # once, not again in backward
 
 
+def test_other_balancing():
+    """The sign rule moves each bias by 0.001 towards an even load; "none" leaves it; neither counts for a quantile."""
+    idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
+    for balance in ("sign", "none"):
+        m = tiny_model(balance=balance).train()
+        m(idx, idx)[1].backward()
+        layer = m.layers[1].mlp
+        load = layer.load.clone()
+        assert load.sum() == 160 and load.unique().numel() > 2 and layer.histogram.counts.sum() == 0
+        figures = m.update_router_bias()
+        assert torch.equal(figures[0]["load"], load) and layer.load.sum() == 0
+        expected = [0.0 if balance == "none" else 1e-3 if n < 20 else -1e-3 if n > 20 else 0.0 for n in load.tolist()]
+        assert torch.allclose(layer.router_bias, torch.tensor(expected))
+
+
 def plan_figures(plan, counts, R):
     """The most tokens a rank computes less the fewest, the most experts it borrows, the most homes it borrows from."""
     E = len(counts)
@@ -756,6 +793,14 @@ def test_optimizer_groups():
     moved = {name for name, p in m.named_parameters() if not torch.equal(p, before[name])}
     assert before.keys() - moved == {"layers.0.attn_mix.w", "layers.0.attn_mix.norm.weight"}       # the mixture without a source
     assert all(p.isfinite().all() for p in m.parameters())
+    for kind, groups in (("whole", 2), ("adamw", 1)):                      # for study
+        other = m.configure_optimizers(1e-2, optimizer=kind)
+        assert len(other.muon.param_groups) == groups and {g["blocks"] for g in other.muon.param_groups} == {1}
+        assert {id(p) for g in other.param_groups for p in g["params"]} == set(names)
+        other.step()
+        other.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="optimizer = 'sgd'"):
+        m.configure_optimizers(1e-2, optimizer="sgd")
     fresh = K3(K3Config(**TINY))                                           # zero output projections at step one
     optimizer = fresh.configure_optimizers(1e-2)
     fresh(torch.randint(0, 61, (2, 30)), torch.randint(0, 61, (2, 30)))[1].backward()
@@ -830,7 +875,9 @@ def test_k3_counts():
 @pytest.mark.parametrize("changes, word", [
     (dict(n_head=3), "n_head = 3"), (dict(num_experts_per_token=9), "num_experts_per_token"), (dict(g_min=-5.95), "g_min"),
     (dict(full_attn_layers=(1, 2)), "full_attn_layers"), (dict(full_attn_layers=(3, 2)), "full_attn_layers"), (dict(n_layer=0), "n_layer"),
-    (dict(attn_res="all"), "attn_res"), (dict(moe_intermediate_size=20), "moe_intermediate_size"), (dict(n_embd=32.0), "n_embd"),
+    (dict(attn_res="all"), "attn_res = 'all'.*'none'"), (dict(kda_gate="relu"), "kda_gate = 'relu'.*'softplus'"), (dict(balance="loss"), "balance = 'loss'.*'sign'"),
+    (dict(latent_norm=1), "latent_norm = 1; must be True or False"), (dict(routed_expert_hidden_size=0), "latent_norm = True"),
+    (dict(routed_expert_hidden_size=0, latent_norm=False, qat="mxfp4", moe_intermediate_size=32), "qat"), (dict(situ_beta=-1.0), "situ_beta"), (dict(moe_intermediate_size=20), "moe_intermediate_size"), (dict(n_embd=32.0), "n_embd"),
     (dict(first_k_dense_replace=4), "first_k_dense_replace"), (dict(router_bias_ema=1.0), "router_bias_ema"), (dict(situ_beta=0.0), "situ_beta")])
 def test_impossible_configs(changes, word):
     with pytest.raises(ValueError, match=word):
@@ -841,6 +888,8 @@ def test_initialisation():
     m = K3(K3Config(**TINY))
     idx = torch.randint(0, 61, (2, 20))
     assert abs(m(idx, idx)[1].item() - math.log(61)) < 1e-5
+    flat = K3(K3Config(**{**TINY, "routed_expert_hidden_size": 0, "latent_norm": False}))              # without a latent, w2 is the last matrix
+    assert (flat.layers[1].mlp.w2 == 0).all() and flat.layers[1].mlp.w13.abs().min() > 0 and abs(flat(idx, idx)[1].item() - math.log(61)) < 1e-5
     assert all((x.w == 0).all() for x in m.modules() if isinstance(x, attnres.Mix))
     g = m.layers[0].attn.log_decay(torch.zeros(1, 1, 32))                  # softplus(dt_bias) in [0.001, 0.1], A = 1
     dt = F.softplus(m.layers[0].attn.dt_bias)
@@ -848,7 +897,8 @@ def test_initialisation():
 
 
 @pytest.mark.parametrize("cuts", [[1] * 13, [10, 3], [1, 2, 70], [16, 1, 17, 39], [73], [5, 300]])
-@pytest.mark.parametrize("changes", [{}, dict(mla_every=1), dict(mla_every=0, kda_value_dim=8), dict(attn_res="full", qk_rope_head_dim=0)])
+@pytest.mark.parametrize("changes", [{}, dict(mla_every=1), dict(mla_every=0, kda_value_dim=8), dict(attn_res="full", qk_rope_head_dim=0),
+                                     dict(attn_res="none", kda_gate="softplus", routed_expert_hidden_size=0, latent_norm=False)])
 def test_cut_anywhere(cuts, changes, monkeypatch):
     """Any split into cached calls gives the logits of one call: KDA state, conv tails and MLA latents."""
     m, T = tiny_model(**changes).eval(), sum(cuts)
@@ -922,6 +972,12 @@ def test_k3_wiring():
     m = tiny_model(n_layer=5, mla_every=4).eval()
     idx = torch.randint(0, 61, (2, 11))
     assert error(m(idx)[0], k3_definition(m, idx)) < 2e-5
+    plain = tiny_model(n_layer=5, mla_every=4, attn_res="none").eval()     # x + f(norm(x)), and no parameter of a mixture
+    x = plain.embed(idx)
+    for layer in plain.layers:
+        x = x + layer.attn(layer.attn_norm(x))
+        x = x + layer.mlp(layer.mlp_norm(x))
+    assert error(plain(idx)[0], plain.lm_head(plain.norm(x))) < 1e-5 and not any("_mix" in name for name, _ in plain.named_parameters())
     targets = torch.randint(0, 61, (2, 11))
     targets[0, 3:] = -1
     kept = targets.flatten() != -1
@@ -1407,7 +1463,8 @@ def test_bad_settings(house, monkeypatch):
                              (["config/calls.py"], ["calls.py, line 1"]), (["config/fin.py"], ["did you mean config/fine.py"]), (["--batch_size=0"], ["batch_size"]),
                              (["--context_stages=((0.5, 12),)"], ["context_stages"]), (["--context_stages=(1, 2)"], ["context_stages"]),
                              (["--context_stages=((0.0, 0), (0.5, 24))"], ["context_stages"]), (["--full_attn_layers=('a',)"], ["full_attn_layers"]),
-                             (["--lr=-1.0"], ["lr"])]:
+                             (["--lr=-1.0"], ["lr"]), (["--schedule=line"], ["schedule = 'line'", "wsd"]), (["--optimizer=sgd"], ["optimizer = 'sgd'", "adamw"]),
+                             (["--latent_norm=0"], ["latent_norm", "bool"]), (["--situ_beta=0.0"], ["situ_beta"])]:
         with pytest.raises(ValueError if "nothing" not in words else FileNotFoundError) as caught:
             train.train(["--data=play", *PLAIN, *arguments])
         assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
@@ -1422,7 +1479,17 @@ def test_schedule_and_stages():
     s = train.Settings(steps=1000, batch_size=8, context=256, min_lr=0.1, context_stages=((0.0, 64), (0.5, 128), (0.9, 256)))
     rates = [train.learning_rate(s, i) for i in range(1000)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0 and 0.1 < rates[-1] < 0.1001 and abs(rates[505] - 0.55) < 0.01
+    s.schedule = "wsd"                                                     # warm-up, stay, and a line down over the last fifth
+    rates = [train.learning_rate(s, i) for i in range(1000)]
+    assert rates[0] == 0.1 and rates[9:800] == [1.0] * 791 and abs(rates[901] - 0.55) < 0.01 and 0.1 < rates[-1] < 0.106
     assert [train.current_context(s, i) for i in (0, 499, 500, 899, 900)] == [(64, 32), (64, 32), (128, 16), (128, 16), (256, 8)]
+
+
+def test_configs_that_come_along():
+    for path in (ROOT / "config").glob("*.py"):
+        given, stem = train.read_arguments([str(path)])
+        settings, _ = train.make_settings(given, tokenizer.make("bytes"))
+        assert stem == path.stem and (not settings.context_stages or settings.context_stages[-1][1] == settings.context)
 
 
 def test_batches():
@@ -2410,3 +2477,178 @@ def test_describe(tmp_path, capsys, monkeypatch):
     write_released(tmp_path / "tiny", released_tensors(experts="mxfp4"))
     weights.describe(tmp_path / "tiny")
     assert f"{K3.from_pretrained(tmp_path / 'tiny').num_params():,} in all" in capsys.readouterr().out
+
+
+def test_what_a_release_has_no_words_for(tmp_path):
+    """Options for study are refused before anything is written; how the router was balanced in training is no part of a release."""
+    for changes in (dict(attn_res="none"), dict(attn_res="full"), dict(kda_gate="softplus"), dict(latent_norm=False), dict(kda_value_dim=8),
+                    dict(routed_expert_hidden_size=0, latent_norm=False), dict(situ_beta=None)):
+        with pytest.raises(ValueError, match="a released config has words for"):
+            K3(K3Config(**{**TINY, **changes})).save_pretrained(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    K3(K3Config(**{**TINY, "balance": "sign"})).save_pretrained(tmp_path / "out")
+    assert K3.from_pretrained(tmp_path / "out", balance="none").config.balance == "none"
+
+
+# ---- study.py and bench.py
+
+def at_home(house, monkeypatch):
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(prepare, "HERE", house / "data")
+
+
+SMALL = ["--data=play", "--size=16", "--tokens=512", "--seeds=2", "--batch_size=2", "--context=64", "--eval_batches=2"]
+
+
+def test_ablate(house, monkeypatch, capsys):
+    """Every variant has about K3's active parameters where it should, trains, is kept in one line, and is never trained twice."""
+    at_home(house, monkeypatch)
+    monkeypatch.setattr(study, "speeds", lambda flats: [1000.0] * len(flats))
+    study.ablate(["--only=k3,attn_none,gpt_muon", *SMALL])
+    lines = [json.loads(line) for line in study.RUNS.read_text().splitlines()]
+    assert [(line["variant"], line["spec"]["seed"]) for line in lines] == [(name, seed) for seed in (1, 2) for name in ("k3", "attn_none", "gpt_muon")]
+    assert all(0 < line["val_bits_per_byte"] < 8.5 and line["largest"] > 0 for line in lines)
+    table = capsys.readouterr().out
+    assert "plain residual for AttnRes" in table and "seeds 1 to 2" in table and table.count(" ± ") >= 8
+    study.RUNS.write_text(study.RUNS.read_text()[:-30])                    # as if stopped while it wrote the last line
+    monkeypatch.setattr(study, "SOURCE", "other")
+    study.ablate(["--only=k3,attn_none,gpt_muon", *SMALL])
+    assert len(study.RUNS.read_text().splitlines()) == 7 and "†" in capsys.readouterr().out
+    study.ablate(["--only=k3", "--label=mine", *SMALL])
+    out = capsys.readouterr().out
+    assert "K3 as it is (mine)" in out and "K3 as it is †" in out and len(study.RUNS.read_text().splitlines()) == 9
+    for arguments, word in ((["--only=k4"], "no variant k4"), (["--size=40"], "multiple of 16"), (["--tokens=many"], "--tokens=many"), (["k3"], "k3: expected --name"),
+                            (["--n_layers=3"], "n_layer"), (["--seeds=0"], "at least 1")):
+        with pytest.raises(ValueError, match=word):
+            study.ablate([*SMALL, *arguments])
+
+    config = study.base_config(48, dict(data="play"))
+    variants, size = study.ablations(config), study.sizes_of(config)
+    fields = {f.name for f in dataclasses.fields(K3Config)}
+    for name, (_, changes) in variants.items():
+        with torch.device("meta"):
+            m = K3(K3Config(**{**size, **{k: v for k, v in changes.items() if k in fields}}))
+        assert name in ("k3", "mla", "kda") or abs(m.num_active_params() / K3(config).num_active_params() - 1) < 0.06, name
+    assert abs(study.PlainGPT(config, 64).num_active_params() / K3(config).num_active_params() - 1) < 0.01
+
+
+def test_gpt_and_scaling(house, monkeypatch, capsys):
+    at_home(house, monkeypatch)
+    monkeypatch.setattr(study, "speeds", lambda flats: [1000.0] * len(flats))
+    study.gpt([*SMALL, "--seeds=1", "--tokens=1024"])
+    assert capsys.readouterr().out.count("| plain GPT by") == 2
+    study.scaling(["--data=play", "--sizes=16,32,48", "--ratio=0.01", "--only=k3,gpt_muon", "--batch_size=2", "--context=32", "--eval_batches=1"])
+    out = capsys.readouterr().out
+    assert "C^-" in out and "on a GPU" in out and "the largest" in out
+    with pytest.raises(ValueError, match="at least three"):
+        study.scaling(["--data=play", "--sizes=16,32"])
+    compute = [1e10, 3e10, 1e11, 1e12]
+    a, b, left, slope_error = study.power_law(compute, [20 * c ** -0.08 for c in compute])
+    assert abs(math.exp(a) - 20) < 1e-6 and abs(b - 0.08) < 1e-9 and left < 1e-9 and slope_error < 1e-9
+    fits = dict(k3=study.power_law(compute, [20 * c ** -0.08 for c in compute]), other=study.power_law(compute, [20 * 1e13 ** 0.02 * c ** -0.1 for c in compute]))
+    points = dict(k3=[(c, 0) for c in compute])
+    assert "meets K3's line at 1e+13" in study.crossing(fits, points, "other") and "1.58 ×" in study.crossing(fits, points, "other")
+    assert study.crossing(fits, points, "k3") == ""
+
+
+def test_needles(house, monkeypatch, capsys):
+    """Pairs are planted whole, twice each, in text that is otherwise the same; a model that copies finds all of them at any distance."""
+    at_home(house, monkeypatch)
+    (house / "epic.txt").write_text(PLAY * 150)
+    assert run_prepare(house, "epic.txt", "--tokenizer=bytes").returncode == 0
+    meta, _ = prepare.load_meta(house / "data/epic")
+    needles = study.Needles(house / "data/epic", meta, pairs=4, times=2)
+    x, y = needles.batch((1, 2), 6, 64)
+    plain = train.get_batch(needles.tokens, 6, 64, (1, 2))[0]
+    assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(x, needles.batch((1, 2), 6, 64)[0]) and (x != plain).float().mean() < 24 / 64
+    for row in torch.cat([x, y[:, -1:]], 1).tolist():
+        pairs = [tuple(row[i + 1:i + 3]) for i, token in enumerate(row) if token == needles.mark]
+        assert len(pairs) == 8 and len({key for key, _ in pairs}) == 4 and all(pairs.count(pair) >= 2 for pair in pairs)
+
+    class Copies(torch.nn.Module):
+        """Knows every pair that it has read. Logits point to the value where a key is asked for."""
+        def new_cache(self, batch_size):
+            return [{} for _ in range(batch_size)]
+
+        def forward(self, idx, cache=None, last_only=False):
+            out = torch.zeros(*idx.shape, meta["vocab_size"])
+            for b, row in enumerate(idx.tolist() if cache else []):
+                for i in range(len(row) - 2):
+                    if row[i] == needles.mark:
+                        cache[b][row[i + 1]] = row[i + 2]
+                if last_only:
+                    out[b, -1, cache[b].get(row[-1], 0)] = 1.0
+            return out[:, -1:] if last_only else out, None
+    run = study.Run(study.settings_of(16, 128, 1, dict(data="epic", batch_size=2, context=64), {}))
+    run.model = Copies()
+    found, nats, windows = study.read_long(run, needles, 2, 1024)
+    assert found == {256: (8, 8), 1024: (8, 8)} and nats.shape == windows.shape == (2, 1024) and torch.allclose(nats, torch.tensor(math.log(257)))
+    study.long(["--data=epic", "--size=16", "--tokens=2048", "--only=k3", "--reach=1024", "--rows=1", "--batch_size=2"])
+    out = capsys.readouterr().out
+    assert "needle found after   256: " in out and "of 4" in out and "256 to 1,024" in out
+    with pytest.raises(ValueError, match="--reach=1048576"):
+        study.long(["--data=epic", "--size=16", "--tokens=512", "--only=k3", "--reach=1048576", "--batch_size=2"])
+
+
+def test_profile(capsys):
+    """All of a step's time is some part's, forward and backward, and afterwards nothing is watched any more."""
+    core = kda.kda
+    bench.bench_profile(*(f"--{name}={value}" for name, value in TINY.items()), "--batch_size=1", "--context=16")
+    out = capsys.readouterr().out
+    shares = [float(line.split("|")[-2].strip(" %")) for line in out.splitlines() if line.endswith("% |")]
+    assert kda.kda is core and abs(sum(shares) - 100) < 2 and len(shares) == 17
+    assert all(len([s for s in line.split("|")[2:4] if s.strip()]) == 2 for line in out.splitlines() if line.startswith(("| KDA", "| MoE", "| MLA", "| AttnRes")))
+
+
+# ---- look.py
+
+def test_look(house, monkeypatch, capsys):
+    at_home(house, monkeypatch)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)                   # as if it were not installed
+    monkeypatch.setattr(signal, "signal", lambda number, f: None)          # training in this process, and pytest keeps its Ctrl-C
+    train.train(["--data=play", *PLAIN, "--steps=4", "--eval_every=2", "--out_dir=out/look"])
+    capsys.readouterr()
+    for line in (line for line in metrics(house / "out/look") if "loss" in line):
+        assert line["load"].keys() == {"1"} and abs(sum(line["load"]["1"]) / 4 - 1) < 1e-2
+    look.main(["out/look"])
+    out = capsys.readouterr().out
+    assert "matplotlib is not installed" in out and "left out" not in out
+    assert all(f"\n{name}\n" in out for name in ("mixtures", "decay", "load", "kinds", "bias", "activations", "loss"))
+    assert not (house / "out/look/pictures").exists()
+    look.main(["out/look", "out/look/", "--text"])
+    assert "mixtures" not in capsys.readouterr().out
+
+    model, _ = sample_py.load_model("out/look", "cpu")                     # what is shown is what the model does
+    idx = torch.randint(0, 257, (2, 24))
+    with torch.no_grad():
+        model.out_mix.w.normal_()
+    seen, logits = look.observe(model, idx), model(idx)[0]
+    assert torch.equal(model(idx)[0], logits) and not any("route" in layer.mlp.__dict__ for layer in model.layers)
+    p = dict(seen["mixtures"])["output"]
+    assert abs(p.sum() - 1) < 1e-5 and p.std() > 1e-3 and seen["loads"][2].sum() == 2 * 24 * model.config.num_experts_per_token
+    assert torch.allclose(torch.tensor(seen["decays"][1]), math.log(2) / -model.layers[0].attn.log_decay(model.layers[0].attn_norm(model.embed(idx))).mean((0, 1)))
+
+    train.train(["--data=play", *PLAIN, "--steps=2", "--out_dir=out/bare", "--attn_res=none", "--mla_every=1", "--first_k_dense_replace=2"])
+    look.main(["out/bare", "--text"])
+    out = capsys.readouterr().out
+    assert out.count("left out: ") == 5 and "no AttnRes" in out and "no KDA" in out and out.count("no MoE") == 3
+    (house / "out/look/metrics.jsonl").write_text("".join(line.partition(', "load"')[0] + "}\n" for line in (house / "out/look/metrics.jsonl").read_text().splitlines()))
+    look.main(["out/look", "--text", f"--kinds={house}/play.txt,{house}/look.py"])
+    out = capsys.readouterr().out
+    assert "has no `load`" in out and "play.txt" in out
+    (house / "out/empty").mkdir()
+    for arguments, word in ((["out/empty"], "no checkpoint in out/empty"), (["out/nowhere"], "no checkpoint"), ([], "expected the folder"), (["--png"], "unknown option --png"),
+                            (["out/look", "--kinds=nothing.txt"], "nothing.txt")):
+        with pytest.raises(ValueError, match=word) as caught:
+            look.main(arguments)
+        assert "\n" not in str(caught.value)
+    newest = train.checkpoints(house / "out/bare")[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="truncated"):
+        look.main(["out/bare"])
+    (house / "out/look/metrics.jsonl").write_text("cut of")
+    with pytest.raises(ValueError, match="no line of training"):
+        look.main(["out/look"])
+    (house / "out/look/metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="no metrics.jsonl"):
+        look.main(["out/look"])

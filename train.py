@@ -58,10 +58,12 @@ class Settings:
     grad_accum: int = 1
     context_stages: tuple = ()         # ((0.0, 64), (0.5, 128), (0.9, 256)): from that part of the run on, that context, and
                                        # proportionally more or fewer sequences. () trains on `context` throughout
-    # optimizer: warm-up over the first 1% of the steps, then a cosine down to min_lr · lr
+    # the rate: warm-up over the first 1% of the steps, then a cosine down to min_lr · lr
     steps: int = 1000
     lr: float = 4e-3
     min_lr: float = 0.0
+    schedule: str = "cosine"           # or "wsd": lr stays, and falls in a line over the last fifth (for study)
+    optimizer: str = "muon"            # or "whole": without cuts into heads, or "adamw" (both for study)
     weight_decay: float = 0.1
     grad_clip: float = 1.0             # global norm; 0: none
     # looking at it
@@ -134,7 +136,7 @@ def read_arguments(arguments):
                 value = float(value)
             if TYPES[name] is tuple and type(value) is list:
                 value = tuple(value)
-            if type(value) is not TYPES[name] and not (name == "situ_linear_beta" and value is None):
+            if type(value) is not TYPES[name] and not (name in ("situ_beta", "situ_linear_beta") and value is None):
                 raise ValueError(f"{name} = {value!r}: expected {TYPES[name].__name__}, got {type(value).__name__}")
             given[name] = value
     return given, stem
@@ -153,6 +155,9 @@ def make_settings(given, enc):
             raise ValueError(f"{name} = {getattr(settings, name)}: must be at least 1")
     if settings.lr <= 0 or not 0 <= settings.min_lr <= 1 or settings.weight_decay < 0 or settings.grad_clip < 0:
         raise ValueError("expected lr > 0, 0 ≤ min_lr ≤ 1, weight_decay ≥ 0, grad_clip ≥ 0")
+    for name, words in dict(schedule=("cosine", "wsd"), optimizer=("muon", "whole", "adamw")).items():
+        if getattr(settings, name) not in words:
+            raise ValueError(f"{name} = {getattr(settings, name)!r}: expected {' or '.join(words)}")
     pairs = all(type(stage) is tuple and len(stage) == 2 and type(stage[1]) is int and stage[1] > 0 and 0 <= stage[0] < 1 for stage in settings.context_stages)
     begins = [stage[0] for stage in settings.context_stages] if pairs else []
     if settings.context_stages and (not pairs or begins[0] != 0 or sorted(set(begins)) != begins or settings.context_stages[-1][1] != settings.context
@@ -165,7 +170,7 @@ def make_settings(given, enc):
 def load_released(folder, given, enc):
     """The model of --init_from, in fp32. Its sizes are the folder's: a setting that says otherwise is refused, and so is another tokenizer."""
     config = weights.read_config(Path(folder))[0]
-    training = {k: v for k, v in given.items() if k in ("qat", "router_bias_ema")}
+    training = {k: v for k, v in given.items() if k in ("qat", "balance", "router_bias_ema")}
     layers = {k: v for k, v in given.items() if k in ("mla_every", "full_attn_layers")}                # two ways to say the same
     theirs = asdict(config) | dict.fromkeys(layers, [i + 1 for i in range(config.n_layer) if config.is_mla(i)])
     for name, value in given.items():
@@ -206,12 +211,13 @@ def current_context(settings, step):
 
 
 def learning_rate(settings, step):
-    """Of the update after `step` finished ones, as a multiple of lr: 1% linear warm-up, then a cosine to min_lr."""
+    """Of the update after `step` finished ones, as a multiple of lr: 1% linear warm-up, then a cosine (or stay and fall) to min_lr."""
     warmup = max(1, settings.steps // 100)
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, settings.steps - warmup))
-    return settings.min_lr + (1 - settings.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
+    height = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else min(1.0, 5 * (1 - done))
+    return settings.min_lr + (1 - settings.min_lr) * height
 
 
 @torch.no_grad()
@@ -347,10 +353,10 @@ class Ranks:
             self.context = groups([[*range(i, i + C)] for i in range(0, N, C)])
 
     def wrap(self, model):
-        """DDP for all parameters but experts that are shared out and the first layer's attention mixture, which has no gradient (model.py)."""
+        """DDP for all parameters but experts that are shared out and what never has a gradient: the first layer's attention mixture (model.py)."""
         if self.N == 1:
             return model
-        left_out = [*model.shared_out(), *(f"layers.0.attn_mix.{name}" for name, _ in model.layers[0].attn_mix.named_parameters())]
+        left_out = [*model.shared_out(), *(name for name, _ in model.named_parameters() if name.startswith("layers.0.attn_mix."))]
         left_out += [name for name, _ in model.named_buffers()]            # counts are summed in sum_counts
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -586,7 +592,7 @@ def train(arguments, ranks=None):
     if ranks.context:
         model.share_context(ranks.context)
     model.to(device)
-    optimizer = model.configure_optimizers(settings.lr, settings.weight_decay, ranks.everyone, ranks.replicas)
+    optimizer = model.configure_optimizers(settings.lr, settings.weight_decay, ranks.everyone, ranks.replicas, settings.optimizer)
     step, seconds, saved_at, fresh = 0, 0.0, -1, not saved                                   # finished updates; time spent on them; the update last saved
     out_dir = Path(settings.out_dir or f"out/{stem or settings.data}")
     if saved:
@@ -622,7 +628,7 @@ def train(arguments, ranks=None):
         saved_at = step
 
     # ---- the loop
-    violation, dead, last_log, stopped = 0.0, 0, (step, seconds), False
+    violation, dead, load, last_log, stopped = 0.0, 0, {}, (step, seconds), False
     model.train()
     while step < settings.steps and not stopped:
         began = time.perf_counter()
@@ -652,6 +658,7 @@ def train(arguments, ranks=None):
         optimizer.zero_grad(set_to_none=True)
         for figures in model.update_router_bias():
             violation, dead = max(violation, figures["max_violation"]), max(dead, figures["dead"])
+            load[figures["layer"]] = load.get(figures["layer"], 0) + figures["load"]
         step += 1
         seconds += time.perf_counter() - began
 
@@ -659,8 +666,9 @@ def train(arguments, ranks=None):
             speed = tokens_per_step * (step - last_log[0]) / (seconds - last_log[1])
             flops = speed * model.flops_per_token(context)
             log.line(step=step, loss=loss, lr=settings.lr * factor, grad_norm=norm, tokens_per_s=speed, seconds=seconds,
-                     max_violation=violation, dead_experts=dead, **({"mfu": flops / peak / ranks.N} if peak else {}))
-            violation, dead, last_log = 0.0, 0, (step, seconds)
+                     max_violation=violation, dead_experts=dead, **({"mfu": flops / peak / ranks.N} if peak else {}),
+                     load={i: [round(x, 3) for x in (n / n.float().mean()).tolist()] for i, n in load.items()})        # of a fair share
+            violation, dead, load, last_log = 0.0, 0, {}, (step, seconds)
         if step % settings.eval_every == 0 or step == settings.steps:
             save()                                                         # before the evaluation: that may fail or take long
             losses = {split: evaluate(model, prepare.open_tokens(folder, split, meta), settings, device, autocast, ranks) for split in ("train", "val")}
@@ -724,6 +732,7 @@ class Log:
     def write(self, text, figures, end):
         print(("\r" if self.live else "") + text, end=end, flush=True)
         self.file.write(json.dumps(figures) + "\n")
+        figures = {name: value for name, value in figures.items() if name != "load"}                   # the boards take single numbers
         for name, value in figures.items():
             if self.board and name != "step":
                 self.board.add_scalar(name, value, figures["step"])

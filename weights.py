@@ -553,8 +553,10 @@ def end_ids(folder):
 def released_config(config, dtype, experts, special):
     """K3Config → the content of config.json. special: bos_token_id and so on, {} if there is no tokenizer. auto_map is for transformers, which
     runs the release's own *.py; they are not ours to write."""
-    if config.attn_res != "block" or config.kda_key_dim != config.kda_value_dim:
-        raise ValueError("a released config has no words for attn_res = 'full' or for kda_key_dim other than kda_value_dim; such a model stays here")
+    words = dict(attn_res="block", kda_key_dim=config.kda_value_dim, kda_gate="sigmoid", latent_norm=True, situ_beta=config.situ_beta or "a number")
+    for name, only in words.items():                                       # options for study, and what depends on them
+        if getattr(config, name) != only:
+            raise ValueError(f"{name} = {getattr(config, name)!r}: a released config has words for {only!r} only; such a model stays here")
     mla = [i + 1 for i in range(config.n_layer) if config.is_mla(i)]
     text = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": str(dtype)[6:], **special,
             **{name: getattr(config, ours) for name, ours in SIZES.items()}, "num_key_value_heads": config.n_head, **MUST, **ONLY,
