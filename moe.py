@@ -16,10 +16,10 @@ cutoff α, the (k+1)-th largest of its s + b; so expert j would need the bias r 
 tokens is the bias with which k/E of them take the expert: a perfect load. `quantile_bias` is that, by sorting; `QuantileHistogram` is the
 same from counts in 1000 bins, which can be added up over micro-batches and ranks.
 
-With the experts split over M processes (`share_experts`), rank r is home to experts r·E/M … (r+1)·E/M − 1, and tokens travel: what is sent for a
-token and expert, there and back, is its latent of ℓ numbers, not d. `LatentMoE.dispatch` says who sends what to whom, `experts` does it. Nothing
-is dropped and nothing padded: a rank may get any number of rows, none included. Since loads differ from rank to rank, `plan_redundant` (§5.2.1,
-App. E: MoonEP) can even them out exactly, by lending experts to ranks that have less to do.
+With the experts split over M processes (`share_experts`), rank r is home to experts r·E/M … (r+1)·E/M − 1, and tokens travel. What is sent for a
+token and expert, there and back, is its latent of ℓ numbers, not d: in bf16 8·k·ℓ bytes a token, backward included. `LatentMoE.dispatch` says who
+sends what to whom, `experts` does it. Nothing is dropped and nothing padded: a rank may get any number of rows, none included. Since loads differ
+from rank to rank, `plan_redundant` (§5.2.1, App. E: MoonEP) can even them out exactly, by lending experts to ranks that have less to do.
 
 K3's routed experts are released in MXFP4. A model that is to be kept so can be trained for it: with qat="mxfp4" every forward sees the
 routed experts as MXFP4 would keep them (`mxfp4_parts`), and the gradient goes straight through to the weights.

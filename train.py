@@ -353,10 +353,10 @@ class Ranks:
             self.context = groups([[*range(i, i + C)] for i in range(0, N, C)])
 
     def wrap(self, model):
-        """DDP for all parameters but experts that are shared out and the first layer's attention mixture, which has no gradient (model.py)."""
+        """DDP for all parameters but experts that are shared out and what never has a gradient: the first layer's attention mixture (model.py)."""
         if self.N == 1:
             return model
-        left_out = [*model.shared_out(), *(f"layers.0.attn_mix.{name}" for name, _ in model.layers[0].attn_mix.named_parameters())]
+        left_out = [*model.shared_out(), *(name for name, _ in model.named_parameters() if name.startswith("layers.0.attn_mix."))]
         left_out += [name for name, _ in model.named_buffers()]            # counts are summed in sum_counts
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
