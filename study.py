@@ -18,6 +18,7 @@ of out/study.jsonl, so a study that was stopped goes on, and studies share runs.
 """
 import copy
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -489,8 +490,8 @@ class Needles:
 @torch.no_grad()
 def read_long(r, needles, rows, reach):
     """
-    A trained run, `rows` stretches of `reach` validation tokens, pairs planted within the first 256 → {distance: (found, asked)} and
-    nats (rows, reach) of every token, read in one go, and again in windows of 256 that know nothing of each other.
+    A trained run, `rows` stretches of `reach` validation tokens that begin with the pairs → {tokens read before the question: (found, asked)}
+    and nats (rows, reach) of every token, read in one go, and again in windows of 256 that know nothing of each other.
     """
     model, val = r.model.eval(), prepare.open_tokens(r.folder, "val", r.meta)
     starts = np.linspace(0, len(val) - reach - 1, rows).astype(np.int64)   # they overlap where the text is short
@@ -498,31 +499,30 @@ def read_long(r, needles, rows, reach):
     random, planted = np.random.default_rng(7), x.clone()
     pairs = [list(zip(*needles.draw(random))) for _ in range(rows)]
     for row, their in zip(planted, pairs):
-        for slot, pair in zip(sorted(random.choice(80, needles.pairs, replace=False)), their):
-            row[3 * slot:3 * slot + 3] = torch.tensor([needles.mark, *pair])
+        row[:3 * needles.pairs] = torch.tensor([token for pair in their for token in (needles.mark, *pair)])
     x, y, planted = (z.to(r.device) for z in (x, y, planted))
     nats = lambda logits, y: F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
     cache, found, long = model.new_cache(rows), {}, []
-    for start in range(0, reach, 256):
-        piece = slice(start, start + 256)
+    for start, end in itertools.pairwise([0, 16, 64, *range(256, reach + 1, 256)]):
+        piece = slice(start, end)
         with r.autocast:
             logits = model(planted[:, piece], cache=cache)[0]
         long.append(nats(logits, y[:, piece]))
-        if start + 256 in (256, 1024, 4096, 16384, 65536):
+        if end in (16, 64, 256, 1024, 4096, 16384, 65536):
             right = 0
             for i in range(needles.pairs):
                 ask = torch.tensor([[needles.mark, their[i][0]] for their in pairs], device=r.device)
                 with r.autocast:
                     answer = model(ask, cache=copy.deepcopy(cache), last_only=True)[0].argmax(-1).flatten()
                 right += sum(a == their[i][1] for a, their in zip(answer.tolist(), pairs))
-            found[start + 256] = right, rows * needles.pairs
+            found[end] = right, rows * needles.pairs
     with r.autocast:
         windows = [nats(model(x[:, i:i + 256])[0], y[:, i:i + 256]) for i in range(0, reach, 256)]
     return found, torch.cat(long, 1).cpu(), torch.cat(windows, 1).cpu()
 
 
 def long(arguments):
-    options, given = read_options(arguments, tokens=2_000_000, only="kda,k3,mla", seeds=1, reach=65536, rows=2)
+    options, given = read_options(arguments, tokens=1_000_000, only="kda,k3,mla", seeds=1, reach=65536, rows=2)
     given = {"context": 256, "batch_size": 4, "lr": 1.6e-2, **given}
     variants = {name: v for name, v in ablations(options["size"], given).items() if "gpt" not in v[1]}         # those have positions
     for seed in range(1, options["seeds"] + 1):
