@@ -461,6 +461,8 @@ def test_kda_segments():
         borders = kda.compose(M, S, state)
         assert error(borders[1], kda.kda_recurrent(q[:, :4], k[:, :4], v[:, :4], g[:, :4], beta[:, :4], state)[1]) < 1e-12
         assert error(borders[2], kda.kda_recurrent(q, k, v, g, beta, state)[1]) < 1e-12
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error(kda.compose(M.float(), S.float(), state.float())[2], borders[2]) < 1e-6           # never in bf16
 
 
 # ---- moe.py
@@ -1618,6 +1620,15 @@ def rank_checks():
         dist.all_reduce(total, group=group)
         assert total == sum(x.numel() for s in (*one.muon.state.values(), *one.adamw.state.values()) for x in s.values() if x.dim())
         assert most <= 1.3 * total / N
+
+    # the same gradients, bit for bit, in the first step after a start as in any other: a resumed run depends on it
+    model, idx, grads = tiny_model(), torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(ranks.rank)), []
+    running = ranks.wrap(model)
+    for _ in range(2):
+        running(idx, idx)[1].backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert same(*grads) and not any("layers.0.attn_mix" in name for name in grads[0])
 
     # what one rank cannot do, none does; ranks that see different things do not start
     with pytest.raises(OSError, match="no space"):

@@ -353,13 +353,15 @@ class Ranks:
             self.context = groups([[*range(i, i + C)] for i in range(0, N, C)])
 
     def wrap(self, model):
-        """DDP for all parameters but experts that are shared out and what never has a gradient: the first layer's attention mixture (model.py)."""
+        """
+        DDP for all parameters but experts that are shared out. find_unused_parameters: the first layer's attention mixture never has a gradient. Also,
+        without it DDP would sort gradients anew after the first step, at 3 ranks or more sum them in another order, and so not resume bit for bit.
+        """
         if self.N == 1:
             return model
-        left_out = [*model.shared_out(), *(name for name, _ in model.named_parameters() if name.startswith("layers.0.attn_mix."))]
-        left_out += [name for name, _ in model.named_buffers()]            # counts are summed in sum_counts
+        left_out = [*model.shared_out(), *(name for name, _ in model.named_buffers())]               # counts are summed in sum_counts
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
     def micro_batches(self, grad_accum):
         """The numbers of those that this rank has a part in."""
