@@ -88,8 +88,7 @@ class MuonAdamW:
         self.muon = Muon(muon_groups or [dict(params=[])], lr=lr, weight_decay=weight_decay)
         self.adamw = torch.optim.AdamW(adamw_groups, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
         self.after_step = after_step
-        self.shares = [(group, share_out(params, group.size())) for group, params in copies]
-        self.owner = {p: r for _, shares in self.shares for r, share in enumerate(shares) for p in share}    # rank in the group
+        self.shares = [(group, share_out(params, group.size())) for group, params in copies if group.size() > 1]
         self.muon.others = {p for group, shares in self.shares for r, share in enumerate(shares) for p in share if r != group.rank()}
 
     @property

@@ -1776,6 +1776,11 @@ def test_what_cannot_be_shared_out(house, monkeypatch, capsys):
                        (["--batch_size=3", "--grad_accum=2"], "batch_size = 3 .* cannot be shared out evenly over 4")):
         with pytest.raises(ValueError, match=words):
             train.train(["--data=play", *PLAIN, *how])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert "its own trouble" in train.Ranks().last_words(ValueError("its own trouble"))                # also one that fails alone says so
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    train.Ranks().check(train.Settings(context=2), K3Config(**TINY))       # shorter than a convolution: nothing to one process
     for N, accum, batch in ((4, 2, 2), (4, 6, 2), (4, 1, 8), (3, 2, 3), (8, 12, 2)):       # every sequence of the step is taken once
         x, seen = torch.arange(accum * batch).view(accum, batch, 1).expand(-1, -1, 24), []
         for rank in range(N):
