@@ -396,7 +396,8 @@ def dist_on_paper(tokens=16384):
         size = lambda params: sum(p.numel() for p in params)
         moments = lambda params: size(params) + size({model.embed.weight, model.lm_head.weight} & set(params))      # AdamW has two, Muon one
         share = lambda n: (n - 1) / n
-        print(f"  {name}: {model.num_params() / 1e9:,.1f}B parameters, {model.num_active_params() / 1e9:.2f}B active, {size(dense) / 1e9:.1f}B outside the experts")
+        print(f"  {name}: {model.num_params() / 1e9:,.1f}B parameters, {model.num_active_params() / 1e9:.2f}B active, "
+              f"{size(dense) / 1e9:.1f}B outside the experts")
         for N, M in Ms.items():
             ours = [w[:len(w) // M] for w in experts]
             memory = 8 * size(dense + ours) + 4 * sum(max(map(moments, muon.share_out(params, n))) for params, n in ((dense, N), (ours, N // M)))

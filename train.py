@@ -420,10 +420,13 @@ class Ranks:
         experts = model.shared_out()
         ours = dict(model={name: state[name].cpu() for name in experts if self.rank < self.M},
                     **{kind: {i: {k: v.cpu() for k, v in s.items()} for i, s in moments[kind]["state"].items()} for kind in moments})
-        parts = [None] * self.N if self.rank == 0 else None
-        dist.gather_object(ours, parts, group=self.objects)
         if self.rank > 0:
+            dist.send_object_list([ours], 0, group=self.objects)
             return None, None
+        parts = [[ours], *([None] for _ in range(1, self.N))]
+        for r in range(1, self.N):                                         # one by one: gather_object would pad all to the largest, N times that
+            dist.recv_object_list(parts[r], r, group=self.objects)
+        parts = [part for (part,) in parts]
         parts = [parts[r] for e in range(self.M) for r in range(e, self.N, self.M)]                # by the experts they hold
         for name in experts:
             state[name] = torch.cat([part["model"][name] for part in parts if name in part["model"]])
