@@ -391,13 +391,18 @@ def dist_on_paper(tokens=16384):
         with torch.device("meta"):
             model = K3(config)
         moes = [layer.mlp for layer in model.layers if isinstance(layer.mlp, moe.LatentMoE)]
-        experts = sum(m.w13.numel() + m.w2.numel() for m in moes)
-        dense, adamw = model.num_params() - experts, 2 * model.embed.weight.numel()
-        print(f"  {name}: {model.num_params() / 1e9:,.1f}B parameters, {model.num_active_params() / 1e9:.2f}B active, {dense / 1e9:.1f}B outside the experts")
+        experts = [w for m in moes for w in (m.w13, m.w2)]
+        dense = [p for p in model.parameters() if p not in set(experts)]
+        size = lambda params: sum(p.numel() for p in params)
+        moments = lambda params: size(params) + size({model.embed.weight, model.lm_head.weight} & set(params))      # AdamW has two, Muon one
+        share = lambda n: (n - 1) / n
+        print(f"  {name}: {model.num_params() / 1e9:,.1f}B parameters, {model.num_active_params() / 1e9:.2f}B active, "
+              f"{size(dense) / 1e9:.1f}B outside the experts")
         for N, M in Ms.items():
-            memory = 8 * (dense + experts / M) + 4 * (dense + experts + adamw) / N
-            share = lambda n: (n - 1) / n
-            travels = 12 * dense * share(N), 12 * experts / M * share(N / M),                 8 * sum(m.k for m in moes) * config.routed_expert_hidden_size * tokens * share(M)      # there and back, forward and backward, 2 bytes
+            ours = [w[:len(w) // M] for w in experts]
+            memory = 8 * size(dense + ours) + 4 * sum(max(map(moments, muon.share_out(params, n))) for params, n in ((dense, N), (ours, N // M)))
+            travels = (12 * size(dense) * share(N), 12 * size(ours) * share(N / M),                  # gradients twice round, weights once
+                       8 * sum(m.k for m in moes) * config.routed_expert_hidden_size * tokens * share(M))           # there and back, twice, 2 bytes
             print(f"    N = {N:4}, experts over {M:3}: memory {memory / 1e9:7,.0f} | travels " + " | ".join(f"{x / 1e9:6,.1f}" for x in travels))
 
 

@@ -261,8 +261,9 @@ def kda_segment(k, v, g, beta):
 def compose(M, S, state):
     """Segments one after another: M (L, ..., K, K), S (L, ..., K, V), the first entering state (..., K, V) → the states at their borders (L+1, ..., K, V)."""
     states = [state]
-    for through, own in zip(M, S):
-        states.append(own + through @ states[-1])
+    with torch.autocast(state.device.type, enabled=False):                 # states stay in fp32
+        for through, own in zip(M, S):
+            states.append(own + through @ states[-1])
     return torch.stack(states)
 
 

@@ -13,7 +13,6 @@ norms, biases, …) go to torch's AdamW.
 """
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 
 def newton_schulz(G, steps=5):
@@ -80,16 +79,15 @@ class MuonAdamW:
     Muon and AdamW as one object, with the interface of an optimizer. after_step() runs at the end of every step.
 
     copies: pairs of a process group and the parameters of which all its ranks hold the same copy, with the same gradient. The work is then
-    shared out: each parameter has one rank that keeps its moments and steps it, and all get the result in one gathering per group and step,
-    whatever gradients there are. state_dict() holds the moments of this rank's share, under the numbers that one process would give them.
+    shared out: each parameter has one rank that keeps its moments and steps it, and then hands it round. The messages are the same ones in every
+    step, whatever gradients there are. state_dict() holds the moments of this rank's share, under the numbers that one process would give them.
     """
 
     def __init__(self, muon_groups, adamw_groups, lr, weight_decay, after_step=lambda: None, copies=()):
         self.muon = Muon(muon_groups or [dict(params=[])], lr=lr, weight_decay=weight_decay)
         self.adamw = torch.optim.AdamW(adamw_groups, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
         self.after_step = after_step
-        self.shares = [(group, share_out(params, group.size())) for group, params in copies]
-        self.owner = {p: r for _, shares in self.shares for r, share in enumerate(shares) for p in share}    # rank in the group
+        self.shares = [(group, share_out(params, group.size())) for group, params in copies if group.size() > 1]
         self.muon.others = {p for group, shares in self.shares for r, share in enumerate(shares) for p in share if r != group.rank()}
 
     @property
@@ -129,16 +127,17 @@ def share_out(params, n):
 
 @torch.no_grad()
 def hand_round(shares, group):
-    """Every rank's own parameters to all ranks of the group, in place."""
-    sizes = [sum(p.numel() for p in share) for share in shares]
-    like = [p.new_empty(0) for share in shares for p in share]             # joined with these, a dtype that holds all: bf16 survives fp32
-    ours = torch.cat([*like, *(p.flatten() for p in shares[group.rank()])])
-    everything = ours.new_empty(len(shares), max(sizes))
-    dist.all_gather(list(everything), F.pad(ours, (0, max(sizes) - len(ours))), group=group)
-    for r, (share, values) in enumerate(zip(shares, everything)):
-        if r != group.rank():
-            for p, value in zip(share, values[:sizes[r]].split([p.numel() for p in share])):
-                p.copy_(value.view(p.shape))
+    """
+    Every rank's own parameters to all ranks of the group, in place: one message from each. (One gathering of all would pad each share to the
+    largest, which holds the embedding: on many ranks that many embeddings.)
+    """
+    for r, share in enumerate(shares):
+        if share:
+            values = torch.cat([p.flatten() for p in share])               # in a dtype that holds all: bf16 survives fp32
+            dist.broadcast(values, group=group, group_src=r)
+            if r != group.rank():
+                for p, value in zip(share, values.split([p.numel() for p in share])):
+                    p.copy_(value.view(p.shape))
 
 
 @torch.no_grad()

@@ -461,6 +461,8 @@ def test_kda_segments():
         borders = kda.compose(M, S, state)
         assert error(borders[1], kda.kda_recurrent(q[:, :4], k[:, :4], v[:, :4], g[:, :4], beta[:, :4], state)[1]) < 1e-12
         assert error(borders[2], kda.kda_recurrent(q, k, v, g, beta, state)[1]) < 1e-12
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error(kda.compose(M.float(), S.float(), state.float())[2], borders[2]) < 1e-6           # never in bf16
 
 
 # ---- moe.py
@@ -1619,6 +1621,15 @@ def rank_checks():
         assert total == sum(x.numel() for s in (*one.muon.state.values(), *one.adamw.state.values()) for x in s.values() if x.dim())
         assert most <= 1.3 * total / N
 
+    # the same gradients, bit for bit, in the first step after a start as in any other: a resumed run depends on it
+    model, idx, grads = tiny_model(), torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(ranks.rank)), []
+    running = ranks.wrap(model)
+    for _ in range(2):
+        running(idx, idx)[1].backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert same(*grads) and not any("layers.0.attn_mix" in name for name in grads[0])
+
     # what one rank cannot do, none does; ranks that see different things do not start
     with pytest.raises(OSError, match="no space"):
         ranks.first(lambda: (_ for _ in ()).throw(OSError("no space")))
@@ -1765,6 +1776,11 @@ def test_what_cannot_be_shared_out(house, monkeypatch, capsys):
                        (["--batch_size=3", "--grad_accum=2"], "batch_size = 3 .* cannot be shared out evenly over 4")):
         with pytest.raises(ValueError, match=words):
             train.train(["--data=play", *PLAIN, *how])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert "its own trouble" in train.Ranks().last_words(ValueError("its own trouble"))                # also one that fails alone says so
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    train.Ranks().check(train.Settings(context=2), K3Config(**TINY))       # shorter than a convolution: nothing to one process
     for N, accum, batch in ((4, 2, 2), (4, 6, 2), (4, 1, 8), (3, 2, 3), (8, 12, 2)):       # every sequence of the step is taken once
         x, seen = torch.arange(accum * batch).view(accum, batch, 1).expand(-1, -1, 24), []
         for rank in range(N):

@@ -317,7 +317,7 @@ class Ranks:
         self.data, self.data_ranks = self.rank // self.C, self.N // self.C
         self.accum = math.gcd(settings.grad_accum, self.data_ranks)        # micro-batches are shared out first, then the sequences in them
         for length in [length for _, length in settings.context_stages] or [settings.context]:
-            if length % self.C or length // self.C < config.conv_size - 1:
+            if self.C > 1 and (length % self.C or length // self.C < config.conv_size - 1):
                 raise ValueError(f"context_parallel = {self.C}: must divide the context, {length}, into stretches of at least {config.conv_size - 1} tokens")
             batch = settings.batch_size * settings.context // length
             if batch % (self.data_ranks // self.accum):
@@ -329,6 +329,8 @@ class Ranks:
         if self.N == 1:
             return
         if device == "cuda":
+            if self.local >= torch.cuda.device_count():
+                raise ValueError(f"process {self.local + 1} of this machine has no GPU to itself: there are {torch.cuda.device_count()}")
             torch.cuda.set_device(self.local)
         wait, (N, M, C) = timedelta(seconds=timeout), (self.N, self.M, self.C)
         self.store, *_ = next(dist.rendezvous("env://", timeout=wait))
@@ -353,13 +355,15 @@ class Ranks:
             self.context = groups([[*range(i, i + C)] for i in range(0, N, C)])
 
     def wrap(self, model):
-        """DDP for all parameters but experts that are shared out and what never has a gradient: the first layer's attention mixture (model.py)."""
+        """
+        DDP for all parameters but experts that are shared out. find_unused_parameters: the first layer's attention mixture never has a gradient. Also,
+        without it DDP would sort gradients anew after the first step, at 3 ranks or more sum them in another order, and so not resume bit for bit.
+        """
         if self.N == 1:
             return model
-        left_out = [*model.shared_out(), *(name for name, _ in model.named_parameters() if name.startswith("layers.0.attn_mix."))]
-        left_out += [name for name, _ in model.named_buffers()]            # counts are summed in sum_counts
+        left_out = [*model.shared_out(), *(name for name, _ in model.named_buffers())]               # counts are summed in sum_counts
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, find_unused_parameters=True)
 
     def micro_batches(self, grad_accum):
         """The numbers of those that this rank has a part in."""
@@ -416,10 +420,13 @@ class Ranks:
         experts = model.shared_out()
         ours = dict(model={name: state[name].cpu() for name in experts if self.rank < self.M},
                     **{kind: {i: {k: v.cpu() for k, v in s.items()} for i, s in moments[kind]["state"].items()} for kind in moments})
-        parts = [None] * self.N if self.rank == 0 else None
-        dist.gather_object(ours, parts, group=self.objects)
         if self.rank > 0:
+            dist.send_object_list([ours], 0, group=self.objects)
             return None, None
+        parts = [[ours], *([None] for _ in range(1, self.N))]
+        for r in range(1, self.N):                                         # one by one: gather_object would pad all to the largest, N times that
+            dist.recv_object_list(parts[r], r, group=self.objects)
+        parts = [part for (part,) in parts]
         parts = [parts[r] for e in range(self.M) for r in range(e, self.N, self.M)]                # by the experts they hold
         for name in experts:
             state[name] = torch.cat([part["model"][name] for part in parts if name in part["model"]])
@@ -452,7 +459,8 @@ class Ranks:
             for r, theirs in enumerate(others):
                 for name in facts:
                     if theirs[name] != others[0][name]:
-                        raise ValueError(f"rank {r} has {name} = {theirs[name]}, rank 0 {others[0][name]}: all processes must see the same folders")
+                        raise ValueError(f"rank {r} has {name} = {theirs[name]}, rank 0 {others[0][name]}: all processes must get the same settings "
+                                         "and see the same folders")
 
     def first(self, f):
         """f() on rank 0 alone, while the others wait; an error there is an error everywhere."""
@@ -473,7 +481,9 @@ class Ranks:
         process names that: whoever has no heartbeat any more, or has said what stopped it.
         """
         if self.store is None:
-            return f"error: {error}" if self.local == 0 else 1             # before they met: the same on all, said once per machine
+            # before they met. Most likely the same on all: local rank 0 says it, and torchrun ends the others. If that one is well, they say it
+            time.sleep(3 if self.local else 0)
+            return f"rank {self.rank}: error: {error}" if self.local else f"error: {error}"
         from_others = isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection", "Timed out"))
         others = [r for r in range(self.N) if r != self.rank]
         try:
@@ -484,8 +494,9 @@ class Ranks:
             time.sleep(7)
             ended = {r: self.store.get(f"end/{r}").decode() for r in others if self.store.check([f"end/{r}"])}
             lost = [f"rank {r} stopped: {text}" for r, text in ended.items() if text]
-            lost += [f"rank {r} does not answer: it was killed, its machine is gone, or it hangs" for r, beat in zip(others, before)
-                     if r not in ended and self.store.get(f"beat/{r}") == beat]
+            silent = [r for r, beat in zip(others, before) if r not in ended and self.store.get(f"beat/{r}") == beat]
+            lost += [f"rank {r} does not answer: it was killed, its machine is gone, or it is stopped" for r in silent]
+            lost = lost or [f"rank {r} is alive, but does not come along: it hangs" for r in others if r not in ended]
         except Exception:
             lost = ["the process that keeps the store is gone (rank 0 or its torchrun)"]
         return f"rank {self.rank}: lost touch. {'; '.join(lost) or error}. Start again with --resume"
@@ -602,7 +613,7 @@ def train(arguments, ranks=None):
             torch.cuda.set_rng_state(saved["random"]["cuda"])
         step, seconds = saved["step"], saved["seconds"]
         saved = None                                                       # a second copy of everything
-    ranks.agree(step=step, data=identity, settings=asdict(settings))
+    ranks.agree(step=step, **identity, **asdict(settings), **asdict(config))
     ranks.first(lambda: prepare_folder(out_dir, fresh, model.num_params()))
     if settings.compile:
         model.compile()                                                    # in place: names of parameters stay as they are
