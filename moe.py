@@ -216,17 +216,17 @@ def plan_redundant(counts, R):
     if E % R:
         raise ValueError(f"plan_redundant: {E} experts cannot be split evenly over {R} ranks")
     plan = at_home(torch.as_tensor(counts).cpu(), R).tolist()
-    load = [sum(row) for row in plan]
-    target = [sum(load) // R + (r < sum(load) % R) for r in range(R)]
-    while load != target:
-        low = min(range(R), key=lambda r: load[r] - target[r])
-        high = max(range(R), key=lambda r: load[r] - target[r])            # has more than low lacks: it has more than its own target
+    total = sum(map(sum, plan))
+    excess = [sum(row) - total // R - (r < total % R) for r, row in enumerate(plan)]
+    while any(excess):
+        low = min(range(R), key=excess.__getitem__)
+        high = max(range(R), key=excess.__getitem__)                       # has more than low lacks: it has more than its own share
         for e in sorted(range(high * E // R, (high + 1) * E // R), key=lambda e: -plan[high][e]):
-            moved = min(plan[high][e], target[low] - load[low])
+            moved = min(plan[high][e], -excess[low])
             plan[high][e] -= moved
             plan[low][e] += moved
-            load[high] -= moved
-            load[low] += moved
+            excess[high] -= moved
+            excess[low] += moved
     return torch.tensor(plan)
 
 
