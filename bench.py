@@ -293,15 +293,16 @@ def bench_profile(*arguments):
             m.forward = clock.watch(m.forward, part)
         if isinstance(m, moe.LatentMoE):
             m.route, m.experts = clock.watch(m.route, "MoE: routing"), clock.watch(m.experts, "MoE: experts")
-    kept = kda.kda, muon.newton_schulz
-    kda.kda, muon.newton_schulz = clock.watch(kda.kda, "KDA: chunks"), clock.watch(muon.newton_schulz, "Muon: Newton–Schulz")
+    kept = kda.kda, kda.linears, muon.newton_schulz
+    kda.kda, kda.linears = clock.watch(kda.kda, "KDA: chunks"), clock.watch(kda.linears, "KDA: linear maps")
+    muon.newton_schulz = clock.watch(muon.newton_schulz, "Muon: Newton–Schulz")
     clock.seconds.clear()
     times = []
     for _ in range(runs):
         began = now()
         step()
         times.append(now() - began)
-    kda.kda, muon.newton_schulz = kept
+    kda.kda, kda.linears, muon.newton_schulz = kept
     total = sum(clock.seconds.values())
     print(f"{' '.join(arguments) or 'config/shakespeare.py'}: {settings.grad_accum} × {settings.batch_size} × {settings.context} tokens, "
           f"{model.num_params():,} parameters, {device}, {str(dtype)[6:]}{', processor time' if by_processor() else ''}; a step takes "
