@@ -222,7 +222,7 @@ class Clock:
     """Time by part of the model, and by phase: forward, backward, update."""
 
     def __init__(self, device):
-        self.device, self.seconds, self.open, self.now = device, {}, [], ("", "")
+        self.device, self.seconds, self.now = device, {}, ("", "")
 
     def enter(self, phase, part):
         """From here on, time is this part's."""

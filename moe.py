@@ -197,11 +197,14 @@ class _MXFP4(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------------------
 # Experts over ranks
 
+def is_home(E, R):
+    """→ (R, E) bool: whether rank r is home to expert e."""
+    return torch.arange(E) // (E // R) == torch.arange(R).unsqueeze(1)
+
+
 def at_home(counts, R):
     """counts (E) → (R, E) int64: the tokens of expert e that rank r computes, when every expert stays on its home rank."""
-    E = len(counts)
-    home = torch.arange(E) // (E // R) == torch.arange(R).unsqueeze(1)     # (R, E)
-    return home * counts.long()
+    return is_home(len(counts), R) * counts.long()
 
 
 def plan_redundant(counts, R):
@@ -360,7 +363,7 @@ class LatentMoE(nn.Module):
         flow = (torch.minimum(came, taken) - torch.maximum(came - counts.unsqueeze(1), taken - plan)).clamp(min=0)     # (source, worker, E)
         worker = torch.arange(M).repeat(self.E).repeat_interleave(flow[me].T.flatten())            # (rows): of our own rows
         here = torch.arange(me * own, (me + 1) * own)
-        borrows = (plan > 0) & (torch.arange(self.E) // own != torch.arange(M).unsqueeze(1))       # (worker, E)
+        borrows = (plan > 0) & ~is_home(self.E, M)                         # (worker, E)
         lent = borrows.view(M, M, own).sum(-1)                             # (worker, home): how many experts
         here = torch.cat([here, borrows[me].nonzero().squeeze(1)])         # the experts that are computed on this rank
         slot = torch.full((self.E,), -1).scatter_(0, here, torch.arange(len(here)))
@@ -372,9 +375,8 @@ class LatentMoE(nn.Module):
 
     def share_experts(self, group, balance_ranks=False):
         """Keep only the experts that are at home on this rank of the process group, before there is an optimizer."""
-        own = self.E // group.size()
         for name in ("w13", "w2"):
-            setattr(self, name, nn.Parameter(getattr(self, name).detach()[group.rank() * own:(group.rank() + 1) * own].clone()))
+            setattr(self, name, nn.Parameter(getattr(self, name).detach().chunk(group.size())[group.rank()].clone()))
         self.group, self.balance_ranks = group, balance_ranks
 
     def forward(self, x, counted=None):

@@ -192,7 +192,7 @@ class Run:
             if not math.isfinite(loss + norm):
                 return result | dict.fromkeys(("val_bits_per_byte", "seconds", "max_violation", "largest"), math.nan)
         seconds, val = now() - began, prepare.open_tokens(self.folder, "val", self.meta)
-        nats = train.evaluate(self.model, val, self.settings, self.device, self.autocast, train.Ranks())
+        nats = train.evaluate(self.model, val, self.settings, self.device, self.autocast)
         x, y = (z.to(self.device) for z in train.get_batch(val, self.settings.batch_size, self.settings.context, (0,)))
         with self.autocast:
             largest = largest_activation(self.model, x, y)

@@ -704,7 +704,7 @@ def train(arguments, ranks=None):
 
 def prepare_folder(out_dir, fresh, num_params):
     """Make the run's folder: what stands in the way is moved aside or refused. Errors: ValueError, if checkpoints would not fit."""
-    if fresh and checkpoints(out_dir):                                 # an earlier run is moved aside, never overwritten
+    if fresh and checkpoints(out_dir):                                     # an earlier run is moved aside, never overwritten
         number = next(i for i in range(1, 10**6) if not out_dir.with_name(f"{out_dir.name}.{i}").exists())
         out_dir.rename(out_dir.with_name(f"{out_dir.name}.{number}"))
         print(f"moved the earlier run in {out_dir} to {out_dir}.{number} (to go on with it: --resume)")
@@ -714,8 +714,6 @@ def prepare_folder(out_dir, fresh, num_params):
     need = 3 * 4 * num_params * (3 - len(checkpoints(out_dir)))            # files of weights and two moments; three while the newest is written
     if shutil.disk_usage(out_dir).free < need:
         raise ValueError(f"{out_dir}: checkpoints will need {need / 1e6:.0f} MB of disk, which are not free; make room or give another --out_dir")
-
-
 
 
 class Log:
