@@ -3,6 +3,7 @@ What it costs, measured here. Ratios are of medians, with both sides run in turn
 
     python bench.py              everything below
     python bench.py kda          kda_chunk against kda_recurrent, forward + backward; on a GPU the Triton kernels beside other forms
+    python bench.py kernels      every Triton kernel compiled for several GPUs, none of which has to be here: registers, spills, shared memory
     python bench.py moe          the grouped experts against a loop over experts
     python bench.py step         a training step of the quickstart model against a plain GPT of as many active parameters
     python bench.py decode       prefill and decode speed against context length
@@ -14,9 +15,12 @@ and, for minutes to hours, what each idea brings: python bench.py ablate, gpt, l
 """
 import copy
 import os
+import re
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 
 import torch
@@ -95,6 +99,46 @@ def bench_kda_gpu(K=128):
     g, beta, state = -torch.rand(B, 1, H, K, device="cuda"), torch.rand(B, 1, H, device="cuda"), torch.randn(B, H, K, K, device="cuda")
     ms, copy = gpu_ms(lambda: kernels.kda_decode(q, k, v, g, beta, state)), gpu_ms(lambda: state.mul_(1))
     print(f"  decode, B={B}, H={H}: {ms:.4f} ms a token, {ms / copy:.2f} times as long as going over the state once (aim 1.3)")
+
+
+def bench_kernels():
+    """Every kernel of kernels.py at its default, bf16, for K = V = 64 and 128 and rows of d = 1024, and what ptxas says of it."""
+    import kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    triton = kernels.triton
+    kinds = dict(b="*bf16", f="*fp32", i="i32", s="fp32", n=None, t=("*bf16",) * 4)
+    all_kernels = [                                                        # a kernel or its tuned form, and its arguments' kinds
+        (kernels._scores, "bbffbfiiiis"), (kernels._solve, "bbbfffbbbbbfiiiiis"), (kernels._states, "bbbffbbfiii"), (kernels._output, "bbbbbiiiii"),
+        (kernels._dstates, "bbbbfbfbbfiiiii"), (kernels._dsolve, "bfbbbbfffiiii"), (kernels._dinputs, "bbfbbbbbffbbfiiiiis"), (kernels.decode, "bbbfffbiis"),
+        (kernels.situ_kernel, "bbnbbbiiiiss"), (kernels.mix_forward, "bstbfii"), (kernels.mix_backward, "bstbftfii")]
+    targets = [(GPUTarget("cuda", sm, 32), limit) for sm, limit in ((80, 163), (89, 99), (90, 227), (100, 227))] + [(GPUTarget("hip", "gfx942", 64), 64)]
+    print(f"triton {triton.__version__}, bf16; registers and spilled bytes of a thread, KB of shared memory a block")
+    for kernel, letters in all_kernels:
+        config = kernel.configs[0] if hasattr(kernel, "configs") else triton.Config(dict(BV=32), num_warps=4, num_stages=2)
+        kernel = kernel.fn if hasattr(kernel, "configs") else kernel
+        types = {name: kinds[letter] for name, letter in zip(kernel.arg_names, letters)}
+        for D in (64, 128):
+            line = f"{kernel.__name__:12s} K = V = {D:3d}"
+            for target, limit in targets:
+                known = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT="ieee" if target.backend == "hip" else "tf32", **config.kwargs)
+                known = {name: known.get(name) for name in kernel.arg_names if types.get(name) is None}
+                signature = types | dict.fromkeys(known, "constexpr")
+                aligned = {(n,): [["tt.divisibility", 16]] for n, (name, kind) in enumerate(types.items())
+                           if kind in ("*bf16", "*fp32") or name in ("K", "V", "width", "d")}
+                try:
+                    built = triton.compile(ASTSource(kernel, signature, known, aligned), target, dict(num_warps=config.num_warps, num_stages=config.num_stages))
+                except RuntimeError:                                       # triton 3.6 cannot make `solve` for gfx942, 3.7 can
+                    line += f" | {target.arch}: this triton fails"
+                    continue
+                line += f" | {target.arch}: {built.metadata.shared / 1024:.0f} KB" + " TOO MUCH" * (built.metadata.shared > limit * 1024)
+                if target.backend == "cuda":
+                    with tempfile.NamedTemporaryFile(suffix=".cubin", buffering=0) as file:
+                        file.write(built.asm["cubin"])
+                        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+                        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+                    line += ", {} registers, {} spilled".format(*re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+            print(line, flush=True)
 
 
 def gpu_ms(f, runs=20):
@@ -408,7 +452,7 @@ def dist_on_paper(tokens=16384):
             print(f"    N = {N:4}, experts over {M:3}: memory {memory / 1e9:7,.0f} | travels " + " | ".join(f"{x / 1e9:6,.1f}" for x in travels))
 
 
-BENCHES = dict(kda=bench_kda, moe=bench_moe, step=bench_step, decode=bench_decode, balance=bench_balance, profile=bench_profile, dist=bench_dist)
+BENCHES = dict(kda=bench_kda, kernels=bench_kernels, moe=bench_moe, step=bench_step, decode=bench_decode, balance=bench_balance, profile=bench_profile, dist=bench_dist)
 
 if __name__ == "__main__":
     name, rest = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])

@@ -6,7 +6,7 @@ KDA as Triton kernels, forward, backward and decode (report §2.1.1, §5.1); the
     situ(g, u, beta, linear_beta), mix(u, eps, *sources) the element-wise work that would otherwise be a dozen passes each
     python kernels.py                                    compiles every kernel for sm_80, 89, 90, 100 and gfx942, without a GPU
 
-A sequence goes in chunks of C = 64 tokens. Forward is four kernels; only the third is sequential:
+A sequence goes in chunks of C = 64 tokens (or 32, if that turns out to be faster). Forward is four kernels; only the third is sequential:
 
     scores  one program per 16 rows of a chunk, and head: A_qk and L = Diag(β) A_kk
     solve   one program per chunk and head: (I + L)^-1, from it W and U₀, and the scaled copies Q⁺ and K⁻
@@ -21,10 +21,10 @@ Backward keeps nothing but the arguments (0 bytes a token beyond them): it runs 
 
 In the formulas Q⁺ = K^-½ Q ⊙ e^G, K⁺ = K ⊙ e^G, K⁻ = K ⊙ e^{G_C − G}, R = Diag(β)(V − K⁺ S).
 
-On paper, for a token and head at K = V = 128, C = 64, bf16 (g fp32). Operations: A_qk, A_kk, W, U₀ and A_qk U 16k each, the merges of the
-inverse 3k in three tf32 products, the three products with S 33k each: 190k. Bytes: the least is q, k, v, g, β in and o out, 1,540; these
+On paper, for a token and head at K = V = 128, C = 64, bf16 (g fp32). Operations: A_qk, A_kk, W, U₀ and A_qk U 16k each, the
+inverse 8k in three tf32 products, the three products with S 33k each: 203k. Bytes: the least is q, k, v, g, β in and o out, 1,540; these
 kernels move 1,028 + 384 (scores, its columns' re-reads from L2 not counted), 1,540 + 1,160 (solve), 776 + 768 (states) and 1,152 + 256
-(output): 7,060. At T = 4,096, H = 64 (262,144 tokens × heads), 4.3 TB/s and 780 TFLOP/s: 0.06 ms of operations, 0.09 ms of least bytes,
+(output): 7,060. At T = 4,096, H = 64 (262,144 tokens × heads), 4.3 TB/s and 780 TFLOP/s: 0.07 ms of operations, 0.09 ms of least bytes,
 0.43 ms of bytes moved. Nobody has timed these kernels on a GPU yet.
 """
 import math
@@ -35,7 +35,6 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-C = 64                                                # tokens of a chunk
 LOG2E = tl.constexpr(math.log2(math.e))
 SHIFT = tl.constexpr(64.0)                            # splits a tile's exponents evenly between its row and column factors: 2^±64 at g = −5.9
 
@@ -52,21 +51,32 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _tokens(m, t, T, H, D, columns):
-    """Offsets and mask of the rows t of a token tensor."""
+    """Where the rows t of a token tensor are: offsets and mask."""
     at = ((m // H).to(tl.int64) * T + t) * H + m % H
     return at[:, None] * D + columns[None, :], (t[:, None] < T) & (columns[None, :] < D)
 
 
 @triton.jit
 def _matrix(index, rows, R, columns, D):
-    """Offsets and mask in the index-th matrix (R, D) of a chunk tensor."""
+    """Where the rows of the index-th matrix (R, D) of a chunk tensor are."""
     return (index.to(tl.int64) * R + rows[:, None]) * D + columns[None, :], (rows[:, None] < R) & (columns[None, :] < D)
 
 
 @triton.jit
-def _running_sum(g, at, mask):
+def _load(x, where):
+    """Zero outside."""
+    return tl.load(x + where[0], mask=where[1], other=0.0)
+
+
+@triton.jit
+def _store(x, where, value):
+    tl.store(x + where[0], value.to(x.dtype.element_ty), mask=where[1])
+
+
+@triton.jit
+def _running_sum(g, where):
     """G (C, BK), the sum of the log decays up to each row, in base 2, and its last row (BK)."""
-    G = tl.cumsum(tl.load(g + at, mask=mask, other=0.0).to(tl.float32) * LOG2E, axis=0)
+    G = tl.cumsum(_load(g, where).to(tl.float32) * LOG2E, axis=0)
     return G, tl.sum(tl.where((tl.arange(0, G.shape[0]) == G.shape[0] - 1)[:, None], G, 0.0), axis=0)
 
 
@@ -85,55 +95,34 @@ def _factors(G, tile, C: tl.constexpr, BK: tl.constexpr):
 # Forward
 
 @triton.jit
-def scores(q, k, g, beta, A_qk, L, T, H, N, K, scale, C: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr):
+def scores(q, k, g, beta, A_qk, L, T, H, N, K, scale, C: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr):
     """A_qk and L = Diag(β) A_kk, 16 rows of a chunk. Grid (N · C/16, M)."""
     m, chunk, tile = tl.program_id(1), tl.program_id(0) // (C // 16), tl.program_id(0) % (C // 16)
     j, rows = tl.arange(0, C), tile * 16 + tl.arange(0, 16)
-    a_qk = tl.zeros((16, C), tl.float32)
-    a_kk = tl.zeros((16, C), tl.float32)
+    a_qk, a_kk = tl.zeros((16, C), tl.float32), tl.zeros((16, C), tl.float32)
     for start in range(0, K, BK):
         columns = start + tl.arange(0, BK)
-        at, mask = _tokens(m, chunk * C + j, T, H, K, columns)
-        G, _ = _running_sum(g, at, mask)
+        whole, part = _tokens(m, chunk * C + j, T, H, K, columns), _tokens(m, chunk * C + rows, T, H, K, columns)
+        G, _ = _running_sum(g, whole)
         row, col = _factors(G, tile, C, BK)
-        seen_k = tl.trans(tl.load(k + at, mask=mask, other=0.0).to(tl.float32) * col)                    # (BK, C)
-        at, mask = _tokens(m, chunk * C + rows, T, H, K, columns)
-        a_qk += _dot(tl.load(q + at, mask=mask, other=0.0).to(tl.float32) * row, seen_k, TILES)
-        a_kk += _dot(tl.load(k + at, mask=mask, other=0.0).to(tl.float32) * row, seen_k, TILES)
-    by_token, here = _tokens(m, chunk * C + rows, T, H, 1, tl.arange(0, 1))
-    a_kk *= tl.maximum(tl.load(beta + by_token, mask=here, other=0.0).to(tl.float32), 1e-30)             # backward divides by β
-    at, _ = _matrix(m * N + chunk, rows, C, j, C)
-    tl.store(A_qk + at, tl.where(rows[:, None] >= j[None, :], a_qk * scale, 0.0).to(A_qk.dtype.element_ty))
-    tl.store(L + at, tl.where(rows[:, None] > j[None, :], a_kk, 0.0))
-
-
-@triton.jit
-def _merge(D, L, C: tl.constexpr, size: tl.constexpr, MERGE: tl.constexpr):
-    """Inverted diagonal blocks D (C/size, size, size) of I + L → those of twice the size, exactly: [[A, 0], [X, B]]^-1 = [[A^-1, 0], [−B^-1 X A^-1, B^-1]]."""
-    pairs: tl.constexpr = C // size // 2
-    p, low = tl.arange(0, pairs), tl.arange(0, 2) == 1
-    D = tl.reshape(D, (pairs, 2, size, size))
-    top_left = tl.sum(tl.where(low[None, :, None, None], 0.0, D), axis=1)                                # (pairs, size, size)
-    low_right = tl.sum(tl.where(low[None, :, None, None], D, 0.0), axis=1)
-    own = (p[:, None] == p[None, :])[:, None, None, :, None] & low[None, :, None, None, None]            # the block row's second half …
-    X = tl.sum(tl.sum(tl.where(own, tl.reshape(L, (pairs, 2, size, pairs, 2 * size)), 0.0), axis=3), axis=1)          # (pairs, size, 2 size)
-    X = tl.sum(tl.where(low[None, None, :, None], 0.0, tl.reshape(X, (pairs, size, 2, size))), axis=2)   # … and its first columns
-    X = -_dot(_dot(low_right, X, MERGE), top_left, MERGE)
-    upper = tl.where(low[None, None, :, None], 0.0, top_left[:, :, None, :])                             # (pairs, size, 2, size)
-    lower = tl.where(low[None, None, :, None], low_right[:, :, None, :], X[:, :, None, :])
-    out = tl.where(low[None, :, None, None, None], lower[:, None], upper[:, None])                       # (pairs, 2, size, 2, size)
-    return tl.reshape(out, (pairs, 2 * size, 2 * size))
+        seen_k = tl.trans(_load(k, whole).to(tl.float32) * col)                                          # (BK, C)
+        a_qk += _dot(_load(q, part).to(tl.float32) * row, seen_k, DOT)
+        a_kk += _dot(_load(k, part).to(tl.float32) * row, seen_k, DOT)
+    a_kk *= _load(beta, _tokens(m, chunk * C + rows, T, H, 1, tl.arange(0, 1)))
+    square = _matrix(m * N + chunk, rows, C, j, C)
+    _store(A_qk, square, tl.where(rows[:, None] >= j[None, :], a_qk * scale, 0.0))
+    _store(L, square, tl.where(rows[:, None] > j[None, :], a_kk, 0.0))
 
 
 @triton.jit
 def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, K, V, scale,
-          C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, MERGE: tl.constexpr):
+          C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """(I + L)^-1, W and U₀ from it, Q⁺, K⁻ (chunk tensors), and total = e^{G_C} (M, N, K). Grid (N, M)."""
     chunk, m = tl.program_id(0), tl.program_id(1)
-    index = m * N + chunk
-    i = tl.arange(0, C)
+    index, i = m * N + chunk, tl.arange(0, C)
+    SOLVE: tl.constexpr = "ieee" if DOT == "ieee" else "tf32x3"                                          # exact, whatever the inputs are
 
-    # forward substitution in the 16-row tiles, all at once, then exact merges. Never by squaring: its powers reach 1e9 for keys that are alike
+    # forward substitution row by row in the 16-row tiles, all at once. Never by squaring: its powers reach 1e9 for keys that are alike
     tile, r = tl.arange(0, C // 16), tl.arange(0, 16)
     at = (tile * 16)[:, None, None] + r[None, :, None]
     X = -tl.load(L + index.to(tl.int64) * C * C + at * C + (tile * 16)[:, None, None] + r[None, None, :])             # (n, 16, 16)
@@ -142,32 +131,30 @@ def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, 
         new = tl.sum(tl.where(here, X, 0.0), axis=1)                                                     # (n, 16): row s of each tile
         new += tl.sum(new[:, :, None] * X, axis=1)
         X = tl.where(here, new[:, None, :], X)
-    square, _ = _matrix(index, i, C, i, C)
-    whole = tl.load(L + square)
-    D = tl.where((r[:, None] == r[None, :])[None], 1.0, X)
-    D = tl.reshape(_merge(_merge(D, whole, C, 16, MERGE), whole, C, 32, MERGE), (C, C))
-    tl.store(inverse + square, D.to(inverse.dtype.element_ty))
+    X = tl.where((r[:, None] == r[None, :])[None], 1.0, X)
+    D = tl.where((i[:, None] // 16 == tile[None, :])[:, :, None], tl.reshape(X, (C, 1, 16)), 0.0)        # the tiles on the diagonal …
+    D = tl.reshape(D, (C, C))
+    for t in range(1, C // 16):                                                                          # … then tile by tile: −X_tt (L_t,<t D_<t)
+        left = tl.where(i[None, :] < t * 16, _load(L, _matrix(index, t * 16 + r, C, i, C)), 0.0)         # (16, C)
+        here = (tile == t)[:, None, None]
+        new = _dot(tl.sum(tl.where(here, X, 0.0), axis=0), _dot(left, D, SOLVE), SOLVE)                  # (16, C)
+        D -= tl.reshape(tl.where(here, new[None], 0.0), (C, C))
+    _store(inverse, _matrix(index, i, C, i, C), D)
 
-    by_token, rows = _tokens(m, chunk * C + i, T, H, 1, tl.arange(0, 1))
-    b = tl.maximum(tl.load(beta + by_token, mask=rows, other=0.0).to(tl.float32), 1e-30)                 # (C, 1)
+    b = _load(beta, _tokens(m, chunk * C + i, T, H, 1, tl.arange(0, 1)))                                 # (C, 1)
     for start in range(0, K, BK):
         columns = start + tl.arange(0, BK)
-        by_k, mask_k = _tokens(m, chunk * C + i, T, H, K, columns)
-        G, end = _running_sum(g, by_k, mask_k)
-        bq = tl.load(q + by_k, mask=mask_k, other=0.0).to(tl.float32)
-        bk = tl.load(k + by_k, mask=mask_k, other=0.0).to(tl.float32)
-        out_k, mask_k = _matrix(index, i, C, columns, K)
-        w = _dot(D, bk * tl.exp2(G) * b, TILES)
-        tl.store(W + out_k, w.to(W.dtype.element_ty), mask=mask_k)
-        tl.store(q_plus + out_k, (bq * tl.exp2(G) * scale).to(q_plus.dtype.element_ty), mask=mask_k)
-        tl.store(k_minus + out_k, (bk * tl.exp2(end[None, :] - G)).to(k_minus.dtype.element_ty), mask=mask_k)
-        tl.store(total + index.to(tl.int64) * K + columns, tl.exp2(end), mask=columns < K)
+        by_k, out = _tokens(m, chunk * C + i, T, H, K, columns), _matrix(index, i, C, columns, K)
+        G, end = _running_sum(g, by_k)
+        bq, bk = _load(q, by_k).to(tl.float32), _load(k, by_k).to(tl.float32)
+        _store(W, out, _dot(D, bk * tl.exp2(G) * b, DOT))
+        _store(q_plus, out, bq * tl.exp2(G) * scale)
+        _store(k_minus, out, bk * tl.exp2(end[None, :] - G))
+        _store(total, (index.to(tl.int64) * K + columns, columns < K), tl.exp2(end))
     for start in range(0, V, BV):
-        channels = start + tl.arange(0, BV)
-        by_v, mask_v = _tokens(m, chunk * C + i, T, H, V, channels)
-        bv = tl.load(v + by_v, mask=mask_v, other=0.0).to(tl.float32)
-        out_v, mask_v = _matrix(index, i, C, channels, V)
-        tl.store(U0 + out_v, _dot(D, bv * b, TILES).to(U0.dtype.element_ty), mask=mask_v)
+        columns = start + tl.arange(0, BV)
+        bv = _load(v, _tokens(m, chunk * C + i, T, H, V, columns)).to(tl.float32)
+        _store(U0, _matrix(index, i, C, columns, V), _dot(D, bv * b, DOT))
 
 
 @triton.jit
@@ -176,25 +163,22 @@ def states(W, U0, k_minus, total, first, U, entering, last, N, K, V, C: tl.const
     None: then only the last state is made. Grid (blocks of V, M)."""
     m = tl.program_id(1)
     i, kk, columns = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    whole, inside = _matrix(m, kk, K, columns, V)
-    S = tl.load(first + whole, mask=inside, other=0.0).to(tl.float32)                                    # (KP, BV)
+    S = _load(first, _matrix(m, kk, K, columns, V)).to(tl.float32)                                       # (KP, BV)
     for chunk in range(N):
         index = m * N + chunk
+        by_k, by_v = _matrix(index, i, C, kk, K), _matrix(index, i, C, columns, V)
         if entering is not None:
-            at, _ = _matrix(index, kk, K, columns, V)
-            tl.store(entering + at, S.to(entering.dtype.element_ty), mask=inside)
-        by_k, mask_k = _matrix(index, i, C, kk, K)
-        by_v, mask_v = _matrix(index, i, C, columns, V)
-        w = tl.load(W + by_k, mask=mask_k, other=0.0)
-        u = -_dot(w, S.to(w.dtype), DOT)                                                               # (C, BV)
+            _store(entering, _matrix(index, kk, K, columns, V), S)
+        w = _load(W, by_k)
+        u = -_dot(w, S.to(w.dtype), DOT)                                                                 # (C, BV)
         if U0 is not None:
-            u += tl.load(U0 + by_v, mask=mask_v, other=0.0).to(tl.float32)
+            u += _load(U0, by_v).to(tl.float32)
         if U is not None:
-            tl.store(U + by_v, u.to(U.dtype.element_ty), mask=mask_v)
-        keep = tl.load(k_minus + by_k, mask=mask_k, other=0.0)
-        S *= tl.load(total + index.to(tl.int64) * K + kk, mask=kk < K, other=0.0)[:, None]
+            _store(U, by_v, u)
+        keep = _load(k_minus, by_k)
+        S *= _load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
         S += _dot(tl.trans(keep), u.to(keep.dtype), DOT)
-    tl.store(last + whole, S, mask=inside)
+    _store(last, _matrix(m, kk, K, columns, V), S)
 
 
 @triton.jit
@@ -203,18 +187,11 @@ def output(q_plus, A_qk, U, entering, o, T, H, N, K, V, C: tl.constexpr, BK: tl.
     chunk, m = tl.program_id(0), tl.program_id(2)
     index = m * N + chunk
     i, columns = tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
-    square, _ = _matrix(index, i, C, i, C)
-    by_v, mask_v = _matrix(index, i, C, columns, V)
-    a = tl.load(A_qk + square)
-    out = _dot(a, tl.load(U + by_v, mask=mask_v, other=0.0), DOT)                                      # (C, BV)
+    out = _dot(_load(A_qk, _matrix(index, i, C, i, C)), _load(U, _matrix(index, i, C, columns, V)), DOT)       # (C, BV)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
-        by_k, mask_k = _matrix(index, i, C, kk, K)
-        at, mask = _matrix(index, kk, K, columns, V)
-        S = tl.load(entering + at, mask=mask, other=0.0)
-        out += _dot(tl.load(q_plus + by_k, mask=mask_k, other=0.0), S, DOT)
-    at, mask = _tokens(m, chunk * C + i, T, H, V, columns)
-    tl.store(o + at, out.to(o.dtype.element_ty), mask=mask)
+        out += _dot(_load(q_plus, _matrix(index, i, C, kk, K)), _load(entering, _matrix(index, kk, K, columns, V)), DOT)
+    _store(o, _tokens(m, chunk * C + i, T, H, V, columns), out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -226,26 +203,20 @@ def dstates(W, q_plus, k_minus, A_qk, total, do, dlast, dU, leaving, dfirst, T, 
     """From dlast (M, K, V), last chunk first: dU, the gradient of the state that leaves each chunk, and dfirst. Grid (blocks of V, M)."""
     m = tl.program_id(1)
     i, kk, columns = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    whole, inside = _matrix(m, kk, K, columns, V)
-    dS = tl.load(dlast + whole, mask=inside, other=0.0).to(tl.float32)                                   # (KP, BV)
+    dS = _load(dlast, _matrix(m, kk, K, columns, V)).to(tl.float32)                                      # (KP, BV)
     for step in range(N):
         chunk = N - 1 - step
         index = m * N + chunk
-        at, _ = _matrix(index, kk, K, columns, V)
-        tl.store(leaving + at, dS.to(leaving.dtype.element_ty), mask=inside)
-        square, _ = _matrix(index, i, C, i, C)
-        by_k, mask_k = _matrix(index, i, C, kk, K)
-        by_v, mask_v = _matrix(index, i, C, columns, V)
-        at, mask = _tokens(m, chunk * C + i, T, H, V, columns)
-        a = tl.load(A_qk + square)
-        bdo = tl.load(do + at, mask=mask, other=0.0).to(a.dtype)
-        keep = tl.load(k_minus + by_k, mask=mask_k, other=0.0)
+        _store(leaving, _matrix(index, kk, K, columns, V), dS)
+        by_k = _matrix(index, i, C, kk, K)
+        a, keep = _load(A_qk, _matrix(index, i, C, i, C)), _load(k_minus, by_k)
+        bdo = _load(do, _tokens(m, chunk * C + i, T, H, V, columns)).to(a.dtype)
         du = _dot(tl.trans(a), bdo, DOT) + _dot(keep, dS.to(keep.dtype), DOT)
-        tl.store(dU + by_v, du.to(dU.dtype.element_ty), mask=mask_v)
-        dS *= tl.load(total + index.to(tl.int64) * K + kk, mask=kk < K, other=0.0)[:, None]
-        dS += _dot(tl.trans(tl.load(q_plus + by_k, mask=mask_k, other=0.0)), bdo, DOT)
-        dS -= _dot(tl.trans(tl.load(W + by_k, mask=mask_k, other=0.0)), du.to(a.dtype), DOT)
-    tl.store(dfirst + whole, dS, mask=inside)
+        _store(dU, _matrix(index, i, C, columns, V), du)
+        dS *= _load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
+        dS += _dot(tl.trans(_load(q_plus, by_k)), bdo, DOT)
+        dS -= _dot(tl.trans(_load(W, by_k)), du.to(a.dtype), DOT)
+    _store(dfirst, _matrix(m, kk, K, columns, V), dS)
 
 
 @triton.jit
@@ -254,33 +225,26 @@ def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, C: tl.
     chunk, m = tl.program_id(0), tl.program_id(1)
     index = m * N + chunk
     i = tl.arange(0, C)
-    square, _ = _matrix(index, i, C, i, C)
-    by_token, rows = _tokens(m, chunk * C + i, T, H, 1, tl.arange(0, 1))
-    b = tl.maximum(tl.load(beta + by_token, mask=rows, other=0.0).to(tl.float32), 1e-30)                 # (C, 1)
-    back = tl.trans(tl.load(inverse + square))
-    a_qk = tl.zeros((C, C), tl.float32)
-    a_kk = tl.zeros((C, C), tl.float32)
-    db = tl.zeros((C,), tl.float32)
+    square, by_token = _matrix(index, i, C, i, C), _tokens(m, chunk * C + i, T, H, 1, tl.arange(0, 1))
+    b, back = tl.maximum(_load(beta, by_token), 1e-30), tl.trans(_load(inverse, square))
+    a_qk, a_kk, db = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
     for start in range(0, V, BV):
         columns = start + tl.arange(0, BV)
-        by_v, mask_v = _matrix(index, i, C, columns, V)
-        at, mask = _tokens(m, chunk * C + i, T, H, V, columns)
-        u = tl.load(U + by_v, mask=mask_v, other=0.0)
-        dr = _dot(back, tl.load(dU + by_v, mask=mask_v, other=0.0), DOT)                               # (C, BV)
+        by_v, by_token_v = _matrix(index, i, C, columns, V), _tokens(m, chunk * C + i, T, H, V, columns)
+        u, dr = _load(U, by_v), _dot(back, _load(dU, by_v), DOT)                                         # (C, BV)
         db += tl.sum(dr * (u.to(tl.float32) / b), axis=1)
         dr *= b
-        tl.store(dv + at, dr.to(dv.dtype.element_ty), mask=mask)
-        bdo = tl.load(do + at, mask=mask, other=0.0).to(u.dtype)
-        a_qk += _dot(bdo, tl.trans(u), DOT)
+        _store(dv, by_token_v, dr)
+        a_qk += _dot(_load(do, by_token_v).to(u.dtype), tl.trans(u), DOT)
         a_kk -= _dot(dr.to(u.dtype), tl.trans(u), DOT)
-    tl.store(dbeta + by_token, db[:, None].to(dbeta.dtype.element_ty), mask=rows)
-    tl.store(dA_qk + square, tl.where(i[:, None] >= i[None, :], a_qk, 0.0))
-    tl.store(dA_kk + square, tl.where(i[:, None] > i[None, :], a_kk, 0.0))
+    _store(dbeta, by_token, db[:, None])
+    _store(dA_qk, square, tl.where(i[:, None] >= i[None, :], a_qk, 0.0))
+    _store(dA_kk, square, tl.where(i[:, None] > i[None, :], a_kk, 0.0))
 
 
 @triton.jit
 def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, H, N, K, V, scale,
-            C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr):
+            C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """
     Row gradients through Q⁺ and K⁺ (with S) and through A's rows, column gradients through K⁻ and A's columns; x ⊙ dx with its sign is
     the gradient of G, and g gets the sum of all later ones in its chunk. Grid (N, blocks of K, M).
@@ -289,49 +253,39 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
     n: tl.constexpr = C // 16
     index = m * N + chunk
     i, kk = tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
-    at_k, mask_k = _tokens(m, chunk * C + i, T, H, K, kk)
+    by_k = _tokens(m, chunk * C + i, T, H, K, kk)
 
-    drow_q = tl.zeros((C, BK), tl.float32)
-    drow_k = tl.zeros((C, BK), tl.float32)
-    dkeep = tl.zeros((C, BK), tl.float32)
+    drow_q, drow_k, dkeep = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
     held = tl.zeros((BK,), tl.float32)                                                                   # Σ_v S₀ ⊙ dS
     for start in range(0, V, BV):
         columns = start + tl.arange(0, BV)
-        at, mask = _matrix(index, kk, K, columns, V)
-        S = tl.load(entering + at, mask=mask, other=0.0)                                                 # (BK, BV)
-        dS = tl.load(leaving + at, mask=mask, other=0.0)
+        by_state, by_v = _matrix(index, kk, K, columns, V), _tokens(m, chunk * C + i, T, H, V, columns)
+        S, dS = _load(entering, by_state), _load(leaving, by_state)                                      # (BK, BV)
         held += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
-        at, mask = _tokens(m, chunk * C + i, T, H, V, columns)
-        by_v, mask_v = _matrix(index, i, C, columns, V)
-        drow_q += _dot(tl.load(do + at, mask=mask, other=0.0).to(S.dtype), tl.trans(S), DOT)
-        drow_k -= _dot(tl.load(dv + at, mask=mask, other=0.0).to(S.dtype), tl.trans(S), DOT)
-        dkeep += _dot(tl.load(U + by_v, mask=mask_v, other=0.0), tl.trans(dS), DOT)
+        drow_q += _dot(_load(do, by_v).to(S.dtype), tl.trans(S), DOT)
+        drow_k -= _dot(_load(dv, by_v).to(S.dtype), tl.trans(S), DOT)
+        dkeep += _dot(_load(U, _matrix(index, i, C, columns, V)), tl.trans(dS), DOT)
 
-    G, end = _running_sum(g, at_k, mask_k)
-    bk = tl.load(k + at_k, mask=mask_k, other=0.0).to(tl.float32)
+    G, end = _running_sum(g, by_k)
+    bk = _load(k, by_k).to(tl.float32)
     drow_q, drow_k, dkeep = drow_q * tl.exp2(G), drow_k * tl.exp2(G), dkeep * tl.exp2(end[None, :] - G)
     dcol = dkeep
     for tile in range(0, n):
         rows = tile * 16 + tl.arange(0, 16)
         row, col = _factors(G, tile, C, BK)
-        at, mask = _tokens(m, chunk * C + rows, T, H, K, kk)
-        rows_q = tl.load(q + at, mask=mask, other=0.0).to(tl.float32) * scale * row                      # (16, BK)
-        rows_k = tl.load(k + at, mask=mask, other=0.0).to(tl.float32) * row
-        at, _ = _matrix(index, rows, C, i, C)
-        a_qk, a_kk = tl.load(dA_qk + at), tl.load(dA_kk + at)                                            # (16, C)
+        part, strip = _tokens(m, chunk * C + rows, T, H, K, kk), _matrix(index, rows, C, i, C)
+        rows_q, rows_k = _load(q, part).to(tl.float32) * scale * row, _load(k, part).to(tl.float32) * row        # (16, BK)
+        a_qk, a_kk = _load(dA_qk, strip), _load(dA_kk, strip)                                            # (16, C)
         here = (tl.arange(0, n) == tile)[:, None, None]
-        to_q = _dot(a_qk, col * bk, TILES) * row                                                       # (16, BK)
-        to_k = _dot(a_kk, col * bk, TILES) * row
-        drow_q += tl.reshape(tl.where(here, to_q[None], 0.0), (C, BK))
-        drow_k += tl.reshape(tl.where(here, to_k[None], 0.0), (C, BK))
-        dcol += col * (_dot(tl.trans(a_qk), rows_q, TILES) + _dot(tl.trans(a_kk), rows_k, TILES))
-    bq = tl.load(q + at_k, mask=mask_k, other=0.0).to(tl.float32)
-    dG = bq * drow_q * scale + bk * (drow_k - dcol)
+        drow_q += tl.reshape(tl.where(here, (_dot(a_qk, col * bk, DOT) * row)[None], 0.0), (C, BK))
+        drow_k += tl.reshape(tl.where(here, (_dot(a_kk, col * bk, DOT) * row)[None], 0.0), (C, BK))
+        dcol += col * (_dot(tl.trans(a_qk), rows_q, DOT) + _dot(tl.trans(a_kk), rows_k, DOT))
+    dG = _load(q, by_k).to(tl.float32) * drow_q * scale + bk * (drow_k - dcol)
     last = tl.sum(bk * dkeep, axis=0) + tl.exp2(end) * held
     dG += tl.where((i == C - 1)[:, None], last[None, :], 0.0)
-    tl.store(dq + at_k, (drow_q * scale).to(dq.dtype.element_ty), mask=mask_k)
-    tl.store(dk + at_k, (drow_k + dcol).to(dk.dtype.element_ty), mask=mask_k)
-    tl.store(dg + at_k, tl.cumsum(dG, axis=0, reverse=True).to(dg.dtype.element_ty), mask=mask_k)
+    _store(dq, by_k, drow_q * scale)
+    _store(dk, by_k, drow_k + dcol)
+    _store(dg, by_k, tl.cumsum(dG, axis=0, reverse=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,42 +297,36 @@ def _tuned(kernel, key, *choices):
     return triton.autotune(configs[:1] if INTERPRETED.value else configs, key)(kernel)
 
 
-_scores = _tuned(scores, ["K"], dict(BK=32, warps=4, stages=2), dict(BK=64, warps=4, stages=2), dict(BK=32, warps=2, stages=2))
-_solve = _tuned(solve, ["K", "V"], dict(BK=32, BV=64, warps=4, stages=2), dict(BK=64, BV=64, warps=4, stages=2), dict(BK=32, BV=32, warps=8, stages=2))
-_states = _tuned(states, ["K", "V"], dict(BV=32, warps=4, stages=2), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=4, stages=2), dict(BV=32, warps=4, stages=3))
-_output = _tuned(output, ["K", "V"], dict(BK=64, BV=64, warps=4, stages=2), dict(BK=32, BV=128, warps=4, stages=2), dict(BK=32, BV=64, warps=4, stages=3))
-_dstates = _tuned(dstates, ["K", "V"], dict(BV=32, warps=4, stages=1), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=8, stages=1))
-_dsolve = _tuned(dsolve, ["V"], dict(BV=32, warps=4, stages=2), dict(BV=64, warps=4, stages=2), dict(BV=64, warps=8, stages=2))
-_dinputs = _tuned(dinputs, ["K", "V"], dict(BK=16, BV=64, warps=4, stages=2), dict(BK=32, BV=32, warps=8, stages=2), dict(BK=16, BV=32, warps=4, stages=3))
-
-
-def _precisions(dtype, hip=torch.version.hip):
-    """How tl.dot multiplies: inside A's tiles and the solve's merges, which see fp32, and elsewhere. bf16 operands need no choice."""
-    if hip:
-        return dict(TILES="ieee", MERGE="ieee", DOT="ieee")
-    exact = "tf32x3" if dtype == torch.float32 else "tf32"                 # tf32 keeps more than bf16 and fp16 inputs have
-    return dict(TILES=exact, MERGE="tf32x3", DOT=exact)
+_scores = _tuned(scores, ["K", "C"], dict(BK=32, warps=4, stages=2), dict(BK=64, warps=4, stages=2), dict(BK=32, warps=2, stages=2))
+_solve = _tuned(solve, ["K", "V", "C"], dict(BK=32, BV=64, warps=4, stages=2), dict(BK=32, BV=64, warps=8, stages=2), dict(BK=16, BV=32, warps=4, stages=2))
+_states = _tuned(states, ["K", "V", "C"], dict(BV=32, warps=4, stages=2), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=4, stages=2), dict(BV=32, warps=4, stages=3))
+_output = _tuned(output, ["K", "V", "C"], dict(BK=64, BV=64, warps=4, stages=2), dict(BK=32, BV=128, warps=4, stages=2), dict(BK=32, BV=64, warps=4, stages=3))
+_dstates = _tuned(dstates, ["K", "V", "C"], dict(BV=32, warps=4, stages=1), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=8, stages=1))
+_dsolve = _tuned(dsolve, ["V", "C"], dict(BV=32, warps=4, stages=2), dict(BV=64, warps=4, stages=2), dict(BV=64, warps=8, stages=2))
+_dinputs = _tuned(dinputs, ["K", "V", "C"], dict(BK=16, BV=64, warps=4, stages=2), dict(BK=32, BV=32, warps=8, stages=2), dict(BK=16, BV=32, warps=4, stages=3))
 
 
 class _Chunks:
     """What `scores` and `solve` make of the arguments, and the state's way over the chunks: the part of forward that backward runs again."""
 
-    def __init__(self, q, k, v, g, beta, state, segments):
-        B, T, H, K = q.shape
-        V, M = v.shape[-1], B * H
-        N = triton.cdiv(triton.cdiv(T, C), segments) * segments            # chunks past the end change nothing
-        new = lambda *shape, dtype=torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32: q.new_empty(*shape, dtype=dtype)
-        self.sizes, self.scale, self.new, p = (T, H, N, K, V), K ** -0.5, new, _precisions(v.dtype)
-        self.A_qk, self.inverse, L = new(M, N, C, C), new(M, N, C, C), new(M, N, C, C, dtype=torch.float32)
-        self.W, self.q_plus, self.k_minus, self.total = new(M, N, C, K), new(M, N, C, K), new(M, N, C, K), new(M, N, K, dtype=torch.float32)
-        U0 = new(M, N, C, V)
-        _scores[N * C // 16, M](q, k, g, beta, self.A_qk, L, T, H, N, K, self.scale, C=C, TILES=p["TILES"])
-        _solve[N, M](q, k, v, g, beta, L, self.inverse, self.W, U0, self.q_plus, self.k_minus, self.total, T, H, N, K, V, self.scale, C=C, TILES=p["TILES"], MERGE=p["MERGE"])
+    def __init__(self, q, k, v, g, beta, state, segments, C):
+        (B, T, H, K), V = q.shape, v.shape[-1]
+        self.beta = beta.float().clamp(min=1e-30)                          # backward divides by it
+        M, N = B * H, triton.cdiv(triton.cdiv(T, C), segments) * segments  # chunks past the end change nothing
+        new = lambda *shape, dtype=torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32: q.new_empty(M, N, *shape, dtype=dtype)
+        # how numbers that are not in bf16 are multiplied: tf32 keeps more than bf16 and fp16 inputs have
+        dot = "ieee" if torch.version.hip else "tf32x3" if v.dtype == torch.float32 else "tf32"
+        self.sizes, self.scale, self.new, self.p = (T, H, N, K, V), K ** -0.5, new, dict(C=C, DOT=dot)
+        self.A_qk, self.inverse, L = new(C, C), new(C, C), new(C, C, dtype=torch.float32)
+        self.W, self.q_plus, self.k_minus, self.total = new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32)
+        self.U, self.entering, U0 = new(C, V), new(K, V), new(C, V)
+        _scores[N * C // 16, M](q, k, g, self.beta, self.A_qk, L, T, H, N, K, self.scale, **self.p)
+        _solve[N, M](q, k, v, g, self.beta, L, self.inverse, self.W, U0, self.q_plus, self.k_minus, self.total, *self.sizes, self.scale, **self.p)
 
         def run(U0, first, U, entering, width):
             last, n = torch.empty_like(first), N // (len(first) // M)
             _states[lambda meta: (triton.cdiv(width, meta["BV"]), len(first))](
-                self.W, U0, self.k_minus, self.total, first, U, entering, last, n, K, width, C=C, KP=triton.next_power_of_2(K), DOT=p["DOT"])
+                self.W, U0, self.k_minus, self.total, first, U, entering, last, n, K, width, KP=triton.next_power_of_2(K), **self.p)
             return last
         first = state.reshape(M, K, V)
         if segments > 1:
@@ -387,96 +335,97 @@ class _Chunks:
             ends = run(U0, first.new_zeros(M * segments, K, V), None, None, V).view(M, segments, K, V)
             through = run(None, torch.eye(K, device=q.device).repeat(M * segments, 1, 1), None, None, K).view(M, segments, K, K)
             first = compose(through.transpose(0, 1), ends.transpose(0, 1), first)[:-1].transpose(0, 1).reshape(M * segments, K, V).contiguous()
-        self.U, self.entering = new(M, N, C, V), new(M, N, K, V)
         self.last = run(U0, first, self.U, self.entering, V).view(M, segments, K, V)[:, -1].reshape(B, H, K, V).contiguous()
-        self.p = p
 
 
 class _KDA(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, state, segments):
-        c = _Chunks(q, k, v, g, beta, state, segments)
-        T, H, N, K, V = c.sizes
-        o = torch.empty_like(v)
-        _output[lambda meta: (N, triton.cdiv(V, meta["BV"]), len(c.W))](c.q_plus, c.A_qk, c.U, c.entering, o, *c.sizes, C=C, DOT=c.p["DOT"])
+    def forward(ctx, q, k, v, g, beta, state, segments, C):
+        c, o = _Chunks(q, k, v, g, beta, state, segments, C), torch.empty_like(v)
+        _output[lambda meta: (c.sizes[2], triton.cdiv(v.shape[-1], meta["BV"]), len(c.W))](c.q_plus, c.A_qk, c.U, c.entering, o, *c.sizes, **c.p)
         ctx.save_for_backward(q, k, v, g, beta, state)
-        ctx.segments = segments
+        ctx.cut = segments, C
         return o, c.last
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlast):
         q, k, v, g, beta, state = ctx.saved_tensors
-        c = _Chunks(q, k, v, g, beta, state, ctx.segments)
-        T, H, N, K, V = c.sizes
-        M, p, do = len(c.W), c.p, do.contiguous()
-        dq, dk, dv, dg, dbeta, dfirst = (torch.empty_like(x) for x in (q, k, v, g, beta, state))
-        dU, leaving = torch.empty_like(c.U), torch.empty_like(c.entering)
-        dA_qk, dA_kk = (c.new(M, N, C, C, dtype=torch.float32) for _ in range(2))
-        _dstates[lambda meta: (triton.cdiv(V, meta["BV"]), M)](
-            c.W, c.q_plus, c.k_minus, c.A_qk, c.total, do, dlast.contiguous(), dU, leaving, dfirst, *c.sizes, C=C, KP=triton.next_power_of_2(K), DOT=p["DOT"])
-        _dsolve[N, M](c.inverse, beta, c.U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, C=C, DOT=p["DOT"])
+        c, do = _Chunks(q, k, v, g, beta, state, *ctx.cut), do.contiguous()
+        (T, H, N, K, V), M, C = c.sizes, len(c.W), c.p["C"]
+        dq, dk, dv, dg, dbeta, dfirst, dU, leaving = (torch.empty_like(x) for x in (q, k, v, g, beta, state, c.U, c.entering))
+        dA_qk, dA_kk = (c.new(C, C, dtype=torch.float32) for _ in range(2))
+        _dstates[lambda meta: (triton.cdiv(V, meta["BV"]), M)](c.W, c.q_plus, c.k_minus, c.A_qk, c.total, do, dlast.contiguous(), dU, leaving, dfirst,
+                                                               *c.sizes, KP=triton.next_power_of_2(K), **c.p)
+        _dsolve[N, M](c.inverse, c.beta, c.U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, **c.p)
         _dinputs[lambda meta: (N, triton.cdiv(K, meta["BK"]), M)](
-            q, k, g, do, dv, c.U, c.entering, leaving, dA_qk, dA_kk, dq, dk, dg, *c.sizes, c.scale, C=C, TILES=p["TILES"], DOT=p["DOT"])
-        return dq, dk, dv, dg, dbeta, dfirst, None
+            q, k, g, do, dv, c.U, c.entering, leaving, dA_qk, dA_kk, dq, dk, dg, *c.sizes, c.scale, **c.p)
+        return dq, dk, dv, dg, dbeta, dfirst, None, None
 
 
-def _good_width(size):
-    return size % 16 == 0 and 16 <= size <= 256
-
-
-def _launchable(q):
-    return q.shape[0] * q.shape[2] < 1 << 16                               # sequences × heads: a launch's limit
+def _unfit(q, v):
+    """What these kernels cannot do with q and v, in words; None if they can."""
+    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
+        if size % 16 or not 16 <= size <= 256:
+            return f"{name} = {size}: expected a multiple of 16 from 16 to 256; kda_chunk takes any"
+    if q.shape[0] * q.shape[2] >= 1 << 16:
+        return f"q: {q.shape[0]} sequences × {q.shape[2]} heads; expected fewer than 65,536, the limit of a launch; split the batch"
+    if not (q.is_cuda or INTERPRETED.value):
+        return f"q: expected a tensor on a GPU, got one on {q.device}; kda_chunk runs anywhere, and TRITON_INTERPRET=1 runs the kernels on a CPU"
 
 
 def fits(q, v):
     """Whether these kernels can take q and v."""
-    return q.is_cuda and _good_width(q.shape[-1]) and _good_width(v.shape[-1]) and _launchable(q) and v.dtype != torch.float64
+    return q.is_cuda and v.dtype != torch.float64 and not _unfit(q, v)
 
 
 def _check(q, k, v, g, beta, state, look_at_g):
     """Errors: ValueError that names the argument, what came and what is allowed."""
     if q.dim() != 4 or q.shape[1] < 1:
         raise ValueError(f"q: expected (B, T, H, K) with T ≥ 1, got {tuple(q.shape)}")
-    B, T, H, K = q.shape
-    V = v.shape[-1]
-    for name, size in (("K", K), ("V", V)):
-        if not _good_width(size):
-            raise ValueError(f"{name} = {size}: expected a multiple of 16 from 16 to 256; kda_chunk takes any")
-    if not _launchable(q):
-        raise ValueError(f"q: {B} sequences × {H} heads; expected fewer than 65,536, the limit of a launch; split the batch")
-    expected = dict(q=(q, (B, T, H, K)), k=(k, (B, T, H, K)), v=(v, (B, T, H, V)), g=(g, (B, T, H, K)), beta=(beta, (B, T, H)), state=(state, (B, H, K, V)))
-    for name, (x, shape) in expected.items():
-        if x.shape != shape:
-            raise ValueError(f"{name}: expected {shape} to go with q {tuple(q.shape)}, got {tuple(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected it on {q.device}, where q is, got {x.device}")
-        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or name in ("k", "v") and x.dtype != q.dtype or name == "state" and x.dtype != torch.float32:
-            raise ValueError(f"{name}: expected {'float32' if name == 'state' else 'float32, bfloat16 or float16, the same for q, k and v'}, got {x.dtype}")
-    if not (q.is_cuda or INTERPRETED.value):
-        raise ValueError(f"q: expected a tensor on a GPU, got one on {q.device}; kda_chunk runs anywhere, and TRITON_INTERPRET=1 runs the kernels on a CPU")
+    if _unfit(q, v):
+        raise ValueError(_unfit(q, v))
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    floats, same = (torch.float32, torch.bfloat16, torch.float16), (q.dtype,)
+    for name, x, shape, dtypes in (("q", q, (B, T, H, K), floats), ("k", k, (B, T, H, K), same), ("v", v, (B, T, H, V), same),
+                                   ("g", g, (B, T, H, K), floats), ("beta", beta, (B, T, H), floats), ("state", state, (B, H, K, V), floats[:1])):
+        if x.shape != shape or x.dtype not in dtypes or x.device != q.device:
+            raise ValueError(f"{name}: expected {shape}, {' or '.join(str(d)[6:] for d in dtypes)} on {q.device}, to go with q; "
+                             f"got {tuple(x.shape)}, {str(x.dtype)[6:]} on {x.device}")
     if look_at_g:
         low, high = g.detach().aminmax()
         if low < -5.9001 or high > 0:
             raise ValueError(f"g: expected log decays in [-5.9, 0], got values from {low:.4g} to {high:.4g}")
 
 
+CHUNKS = {}                                                                # (K, V, dtype) → tokens of a chunk, as measured
+
+
 @torch.compiler.disable
-def kda(q, k, v, g, beta, state=None, segments=None, look_at_g=True):
+def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True):
     """
     kda_recurrent's arguments and results, differentiable in everything; q, k, v in fp32, bf16 or fp16, made contiguous if they are not.
     g's sums, the solve and the carried state are fp32. segments: parts of the sequence whose states are found side by side, None: as many
-    as fill the GPU. look_at_g=False: g is known to lie in [−5.9, 0]; looking makes the CPU wait for the GPU.
+    as fill the GPU. chunk: 32 or 64 tokens, None: what the first long sequence of these widths was read faster with, 64 before.
+    look_at_g=False: g is known to lie in [−5.9, 0]; looking makes the CPU wait for the GPU.
     """
     if state is None and q.dim() == 4:
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
     _check(q, k, v, g, beta, state, look_at_g)
-    B, T, H, K = q.shape
-    if segments is None:                                                   # two programs a multiprocessor, 16 chunks a segment at least
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    if chunk not in (None, 32, 64):
+        raise ValueError(f"chunk: expected 32 or 64 tokens, or None for the faster, got {chunk}")
+    if segments is None:                                                   # two programs a multiprocessor, 1,024 tokens a segment at least
         room = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        segments = max(1, min(room // (B * H * triton.cdiv(v.shape[-1], 32)), T // (16 * C)))
-    return _KDA.apply(*(x.contiguous() for x in (q, k, v, g, beta, state)), segments)
+        segments = max(1, min(room // (B * H * triton.cdiv(V, 32)), T // 1024))
+    inputs = [x.contiguous() for x in (q, k, v, g, beta, state)]
+    key = K, V, q.dtype
+    if chunk is None and key not in CHUNKS and q.is_cuda and T >= 1024:
+        with torch.no_grad():
+            times = {C: triton.testing.do_bench(lambda: _KDA.apply(*inputs, segments, C)) for C in (64, 32)}
+        CHUNKS[key] = min(times, key=times.get)
+    return _KDA.apply(*inputs, segments, chunk or CHUNKS.get(key, 64))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -487,15 +436,13 @@ def decode(q, k, v, g, beta, state, o, K, V, scale, KP: tl.constexpr, BV: tl.con
     """One token of one head; reads and writes a (K, BV) part of the state once. Grid (blocks of V, M)."""
     m = tl.program_id(1)
     kk, columns = tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    at, inside = _matrix(m, kk, K, columns, V)
-    by_k, mask_k, by_v, mask_v = m * K + kk, kk < K, m * V + columns, columns < V
-    S = tl.load(state + at, mask=inside, other=0.0) * tl.exp2(tl.load(g + by_k, mask=mask_k, other=0.0).to(tl.float32) * LOG2E)[:, None]
-    bk = tl.load(k + by_k, mask=mask_k, other=0.0).to(tl.float32)[:, None]
-    error = tl.load(v + by_v, mask=mask_v, other=0.0).to(tl.float32) - tl.sum(S * bk, axis=0)
+    whole, by_k, by_v = _matrix(m, kk, K, columns, V), (m * K + kk, kk < K), (m * V + columns, columns < V)
+    S = _load(state, whole) * tl.exp2(_load(g, by_k).to(tl.float32) * LOG2E)[:, None]
+    bk, bq = _load(k, by_k).to(tl.float32)[:, None], _load(q, by_k).to(tl.float32)[:, None]
+    error = _load(v, by_v).to(tl.float32) - tl.sum(S * bk, axis=0)
     S += bk * (tl.load(beta + m).to(tl.float32) * error)[None, :]
-    bq = tl.load(q + by_k, mask=mask_k, other=0.0).to(tl.float32)[:, None]
-    tl.store(o + by_v, (tl.sum(S * bq, axis=0) * scale).to(o.dtype.element_ty), mask=mask_v)
-    tl.store(state + at, S, mask=inside)
+    _store(o, by_v, tl.sum(S * bq, axis=0) * scale)
+    _store(state, whole, S)
 
 
 @torch.compiler.disable
@@ -525,17 +472,17 @@ def _tanh(x):
 def situ_kernel(g, u, y, dy, dg, du, stride_g, stride_u, size, width, beta, linear_beta, BLOCK: tl.constexpr):
     """y from g and u or, given dy, dg and du. linear_beta = 0 stands for no limit."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row, column = i // width, i % width
-    bg = tl.load(g + row * stride_g + column, mask=i < size, other=0.0).to(tl.float32)
-    bu = tl.load(u + row * stride_u + column, mask=i < size, other=0.0).to(tl.float32)
+    row, column, inside = i // width, i % width, i < size
+    bg = _load(g, (row * stride_g + column, inside)).to(tl.float32)
+    bu = _load(u, (row * stride_u + column, inside)).to(tl.float32)
     a, s, c = _tanh(bg / beta), 1.0 / (1.0 + tl.exp2(bg * LOG2E * -1.0)), _tanh(bu / tl.maximum(linear_beta, 1e-30))
     up, dup = tl.where(linear_beta > 0, c * linear_beta, bu), tl.where(linear_beta > 0, 1 - c * c, 1.0)
     if dy is None:
-        tl.store(y + i, (beta * a * s * up).to(y.dtype.element_ty), mask=i < size)
+        _store(y, (i, inside), beta * a * s * up)
     else:
-        bdy = tl.load(dy + i, mask=i < size, other=0.0).to(tl.float32)
-        tl.store(dg + i, (bdy * up * ((1 - a * a) * s + beta * a * s * (1 - s))).to(dg.dtype.element_ty), mask=i < size)
-        tl.store(du + i, (bdy * beta * a * s * dup).to(du.dtype.element_ty), mask=i < size)
+        bdy = _load(dy, (i, inside)).to(tl.float32)
+        _store(dg, (i, inside), bdy * up * ((1 - a * a) * s + beta * a * s * (1 - s)))
+        _store(du, (i, inside), bdy * beta * a * s * dup)
 
 
 class _SiTU(torch.autograd.Function):
@@ -568,48 +515,45 @@ situ = _SiTU.apply                                                         # g, 
 @triton.jit
 def mix_forward(u, eps, sources, out, logits, rows, d, BD: tl.constexpr):
     """One program a token: a softmax over the sources as they come, so each is read once. Grid (rows)."""
-    at = tl.arange(0, BD)
-    row, inside = tl.program_id(0).to(tl.int64), at < d
-    bu = tl.load(u + at, mask=inside, other=0.0).to(tl.float32)
+    at, row = tl.arange(0, BD), tl.program_id(0).to(tl.int64)
+    bu, here = _load(u, (at, at < d)).to(tl.float32), (row * d + at, at < d)
     top, sum, acc = float("-inf"), 0.0, tl.zeros((BD,), tl.float32)
     for s in tl.static_range(len(sources)):
-        x = tl.load(sources[s] + row * d + at, mask=inside, other=0.0).to(tl.float32)
+        x = _load(sources[s], here).to(tl.float32)
         logit = tl.sum(x * bu) * tl.rsqrt(tl.sum(x * x) / d + eps)
         tl.store(logits + s * rows + row, logit)
         new = tl.maximum(top, logit)
         p, fade = tl.exp2((logit - new) * LOG2E), tl.exp2((top - new) * LOG2E)
         acc, sum, top = acc * fade + p * x, sum * fade + p, new
-    tl.store(out + row * d + at, (acc / sum).to(out.dtype.element_ty), mask=inside)
+    _store(out, here, acc / sum)
 
 
 @triton.jit
 def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d, ROWS: tl.constexpr, BD: tl.constexpr):
     """One program for ROWS tokens, which share a row of du (programs, d). Grid (programs)."""
     at = tl.arange(0, BD)
-    inside = at < d
-    bu = tl.load(u + at, mask=inside, other=0.0).to(tl.float32)
-    bdu = tl.zeros((BD,), tl.float32)
+    bu, bdu = _load(u, (at, at < d)).to(tl.float32), tl.zeros((BD,), tl.float32)
     for r in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + r
-        here = at < tl.where(row < rows, d, 0)                             # past the end everything is zero, and adds nothing to du
-        bdout = tl.load(dout + row * d + at, mask=here, other=0.0).to(tl.float32)
+        here = row * d + at, at < tl.where(row < rows, d, 0)               # past the end everything is zero, and adds nothing to du
+        bdout = _load(dout, here).to(tl.float32)
         top, sum, mean = float("-inf"), 0.0, 0.0                           # of the softmax, and Σ p dp
         for s in tl.static_range(len(sources)):
             logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
-            x = tl.load(sources[s] + row * d + at, mask=here, other=0.0).to(tl.float32)
+            x = _load(sources[s], here).to(tl.float32)
             new = tl.maximum(top, logit)
             p, fade = tl.exp2((logit - new) * LOG2E), tl.exp2((top - new) * LOG2E)
             mean, sum, top = mean * fade + p * tl.sum(bdout * x), sum * fade + p, new
         mean /= sum
         for s in tl.static_range(len(sources)):
             logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
-            x = tl.load(sources[s] + row * d + at, mask=here, other=0.0).to(tl.float32)
+            x = _load(sources[s], here).to(tl.float32)
             p, rms = tl.exp2((logit - top) * LOG2E) / sum, tl.rsqrt(tl.sum(x * x) / d + eps)
             dlogit = p * (tl.sum(bdout * x) - mean)
             bdu += dlogit * rms * x
             dx = bdout * p + dlogit * rms * bu - (dlogit * logit * rms * rms / d) * x
-            tl.store(dsources[s] + row * d + at, dx.to(dsources[s].dtype.element_ty), mask=here)
-    tl.store(du + tl.program_id(0) * d + at, bdu, mask=inside)
+            _store(dsources[s], here, dx)
+    _store(du, (tl.program_id(0) * d + at, at < d), bdu)
 
 
 class _Mix(torch.autograd.Function):
@@ -639,49 +583,6 @@ class _Mix(torch.autograd.Function):
 mix = _Mix.apply                                                           # u (d), eps, sources (..., d) each → (..., d)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# python kernels.py
-
-def report():
-    """Compile every kernel at its default, bf16, for K = V = 64 and 128 and rows of d = 1024, and print what ptxas says of it."""
-    import re
-    import subprocess
-    import tempfile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    x, f, i, s = "*bf16", "*fp32", "i32", "fp32"
-    kernels = [                                                            # a kernel or its tuned form, and its arguments' types
-        (_scores, [x, x, f, f, x, f, i, i, i, i, s]), (_solve, [x, x, x, f, f, f, x, x, x, x, x, f, i, i, i, i, i, s]), (_states, [x, x, x, f, f, x, x, f, i, i, i]),
-        (_output, [x, x, x, x, x, i, i, i, i, i]), (_dstates, [x, x, x, x, f, x, f, x, x, f, i, i, i, i, i]), (_dsolve, [x, f, x, x, x, x, f, f, f, i, i, i, i]),
-        (_dinputs, [x, x, f, x, x, x, x, x, f, f, x, x, f, i, i, i, i, i, s]), (decode, [x, x, x, f, f, f, x, i, i, s]),
-        (situ_kernel, [x, x, None, x, x, x, i, i, i, i, s, s]), (mix_forward, [x, s, (x,) * 4, x, f, i, i]), (mix_backward, [x, s, (x,) * 4, x, f, (x,) * 4, f, i, i])]
-    targets = (GPUTarget("cuda", 80, 32), 163), (GPUTarget("cuda", 89, 32), 99), (GPUTarget("cuda", 90, 32), 227), (GPUTarget("cuda", 100, 32), 227), (GPUTarget("hip", "gfx942", 64), 64)
-    print(f"triton {triton.__version__}, bf16; registers and spilled bytes of a thread, KB of shared memory a block")
-    for kernel, types in kernels:
-        config = kernel.configs[0] if hasattr(kernel, "configs") else triton.Config(dict(BV=32), num_warps=4, num_stages=2)
-        kernel = kernel.fn if hasattr(kernel, "configs") else kernel
-        for D in (64, 128):
-            line = f"{kernel.__name__:12s} K = V = {D:3d}"
-            for target, limit in targets:
-                known = {**dict(C=C, KP=D, BLOCK=1024, BD=1024, ROWS=16), **config.kwargs, **(_precisions(torch.bfloat16, target.backend == "hip"))}
-                known = {name: value for name, value in known.items() if name in kernel.arg_names} | {n: None for n, t in zip(kernel.arg_names, types) if t is None}
-                signature = {**dict(zip(kernel.arg_names, types)), **{name: "constexpr" for name in known}}
-                aligned = {(n,): [["tt.divisibility", 16]] for n, t in enumerate(types) if t in (x, f) or kernel.arg_names[n] in ("K", "V", "width", "d")}
-                try:
-                    built = triton.compile(ASTSource(kernel, signature, known, aligned), target, dict(num_warps=config.num_warps, num_stages=config.num_stages))
-                except RuntimeError:                                       # triton 3.6 cannot make `solve` for gfx942, 3.7 can
-                    line += f" | {target.arch}: this triton fails"
-                    continue
-                line += f" | {target.arch}: {built.metadata.shared / 1024:.0f} KB" + " TOO MUCH" * (built.metadata.shared > limit * 1024)
-                if target.backend == "cuda":
-                    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                        file.write(built.asm["cubin"])
-                        file.flush()
-                        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-                        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
-                    line += ", {} registers, {} spilled".format(*re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-            print(line)
-
-
 if __name__ == "__main__":
-    report()
+    from bench import bench_kernels                                        # here, as bench.py imports this file
+    bench_kernels()

@@ -345,7 +345,8 @@ def test_kernels_interpreted():
 @interpreted
 @pytest.mark.parametrize("T, K, V", [(1, 16, 64), (15, 32, 16), (16, 48, 32), (17, 16, 16), (63, 32, 48), (64, 64, 16), (65, 16, 32), (130, 48, 64)])
 def test_triton_kda(T, K, V):
-    assert_kda(kda_inputs(2 if T < 64 else 1, T, 2, K, V), 1e-5, 1e-4, f=kernels.kda)
+    for chunk in (64, 32) if T >= 63 else (64,):
+        assert_kda(kda_inputs(2 if T < 64 else 1, T, 2, K, V), 1e-5, 1e-4, f=lambda *x: kernels.kda(*x, chunk=chunk))
 
 
 @interpreted
@@ -413,7 +414,8 @@ def test_triton_refuses():
     q, k, v, g, beta, state = kda_inputs(1, 5, 2, 16, 16, dtype=torch.float32)
     for arguments, words in [((q, k[:, :4], v, g, beta), "k: expected"), ((q.double(), k, v, g, beta), "q: expected .*float64"), ((q[0], k, v, g, beta), "q: expected"), ((q, k.half(), v, g, beta), "k: .*float16"),
                              ((q[..., :8], k, v, g, beta), "K = 8: expected a multiple of 16"), ((q, k, v, g - 6, beta), "g: expected"), ((q, k, v, g.abs() + 0.1, beta), "g: "),
-                             ((q, k, v, g, beta, state.bfloat16()), "state: expected float32"), ((q, k, v, g, beta.to("meta")), "beta: expected it on cpu")]:
+                             ((q, k, v, g, beta, state.bfloat16()), "state: expected .*, float32 on .* got .*bfloat16"), ((q, k, v, g, beta.to("meta")), "beta: expected .* on cpu, .* on meta"),
+                             ((q, k, v, g, beta, state, 1, 48), "chunk: expected 32 or 64")]:
         with pytest.raises(ValueError, match=words):
             kernels.kda(*arguments)
     with pytest.raises(ValueError, match="one token"):
