@@ -102,7 +102,8 @@ def bench_kda_gpu(K=128):
 
 
 def bench_kernels():
-    """Every kernel of kernels.py at its default, bf16, for K = V = 64 and 128 and rows of d = 1024, and what ptxas says of it."""
+    """Every kernel of kernels.py at its default, bf16, for K = V = 64 and 128 and rows of d = 1024, and what ptxas says of it. Those that hold all
+    of K at once also for 256 in fp32, which has to fit, and may spill."""
     import kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -113,15 +114,15 @@ def bench_kernels():
         (kernels._dstates, "bbbbfbfbbfiiiii"), (kernels._dsolve, "bfbbbbfffiiii"), (kernels._dinputs, "bbfbbbbbffbbfiiiiis"), (kernels.decode, "bbbfffbiis"),
         (kernels.situ_kernel, "bbnbbbiiiiss"), (kernels.mix_forward, "bstbfii"), (kernels.mix_backward, "bstbftfii")]
     targets = [(GPUTarget("cuda", sm, 32), limit) for sm, limit in ((80, 163), (89, 99), (90, 227), (100, 227))] + [(GPUTarget("hip", "gfx942", 64), 64)]
-    print(f"triton {triton.__version__}, bf16; registers and spilled bytes of a thread, KB of shared memory a block")
+    print(f"triton {triton.__version__}, bf16, 256: fp32; registers and spilled bytes of a thread, KB of shared memory a block")
     for kernel, letters in all_kernels:
         config = kernel.configs[0] if hasattr(kernel, "configs") else triton.Config(dict(BV=32), num_warps=4, num_stages=2)
         kernel = kernel.fn if hasattr(kernel, "configs") else kernel
-        types = {name: kinds[letter] for name, letter in zip(kernel.arg_names, letters)}
-        for D in (64, 128):
+        for D in (64, 128, 256) if "KP" in kernel.arg_names else (64, 128):
+            types = {name: kinds[letter if D < 256 else letter.replace("b", "f")] for name, letter in zip(kernel.arg_names, letters)}
             line = f"{kernel.__name__:12s} K = V = {D:3d}"
             for target, limit in targets:
-                known = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT="ieee" if target.backend == "hip" else "tf32", **config.kwargs)
+                known = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT="ieee" if target.backend == "hip" else "tf32" if D < 256 else "tf32x3", **config.kwargs)
                 known = {name: known.get(name) for name in kernel.arg_names if types.get(name) is None}
                 signature = types | dict.fromkeys(known, "constexpr")
                 aligned = {(n,): [["tt.divisibility", 16]] for n, (name, kind) in enumerate(types.items())

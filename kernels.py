@@ -19,7 +19,8 @@ Backward keeps nothing but the arguments (0 bytes a token beyond them): it runs 
     dsolve  one program per chunk and head: through the triangular solve: dv, dβ, dA_qk, dA_kk
     dinputs one program per chunk, head and block of K: dq, dk, dg
 
-In the formulas Q⁺ = K^-½ Q ⊙ e^G, K⁺ = K ⊙ e^G, K⁻ = K ⊙ e^{G_C − G}, R = Diag(β)(V − K⁺ S).
+In the formulas Q⁺ = K^-½ Q ⊙ e^G, K⁺ = K ⊙ e^G, K⁻ = K ⊙ e^{G_C − G}; W = (I + L)^-1 Diag(β) K⁺ and U₀ = (I + L)^-1 Diag(β) V, so that
+U = U₀ − W S solves (I + L) U = R = Diag(β) (V − K⁺ S).
 
 On paper, for a token and head at K = V = 128, C = 64, bf16 (g fp32). Operations: A_qk, A_kk, W, U₀ and A_qk U 16k each, the
 inverse 8k in three tf32 products, the three products with S 33k each: 203k. Bytes: the least is q, k, v, g, β in and o out, 1,540; these
@@ -36,7 +37,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E = tl.constexpr(math.log2(math.e))
-SHIFT = tl.constexpr(64.0)                            # splits a tile's exponents evenly between its row and column factors: 2^±64 at g = −5.9
+SHIFT = tl.constexpr(64.0)                            # splits a tile's exponents evenly between row and column factors: 2^±64 at g = −5.9 (kda.py's is for columns that move on)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ SHIFT = tl.constexpr(64.0)                            # splits a tile's exponent
 
 @triton.jit
 def _dot(a, b, PRECISION: tl.constexpr):
-    if INTERPRETED:                                                        # which would multiply the bits of bf16 numbers
+    if INTERPRETED:                                                        # which would multiply the bit patterns of bf16 numbers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
@@ -82,9 +83,8 @@ def _running_sum(g, where):
 
 @triton.jit
 def _factors(G, tile, C: tl.constexpr, BK: tl.constexpr):
-    """exp2(G_i − G_j) for the 16 rows i of a tile as row (16, BK) · col (C, BK), anchored at the tile's first row. col is zero behind the tile."""
-    n: tl.constexpr = C // 16
-    G_tile = tl.sum(tl.where((tl.arange(0, n) == tile)[:, None, None], tl.reshape(G, (n, 16, BK)), 0.0), axis=0)
+    """exp2(G_i − G_j) for the 16 rows i of a tile as row (16, BK) · col (C, BK), anchored at the tile's first row. col is zero for rows after the tile."""
+    G_tile = tl.sum(tl.where((tl.arange(0, C // 16) == tile)[:, None, None], tl.reshape(G, (C // 16, 16, BK)), 0.0), axis=0)     # (16, BK)
     anchor = tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], G_tile, 0.0), axis=0)                     # (BK)
     seen = tl.arange(0, C) < (tile + 1) * 16
     col = tl.exp2(tl.where(seen[:, None], anchor[None, :] - G - SHIFT, float("-inf")))                   # masked before the exp
@@ -120,7 +120,7 @@ def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, 
     """(I + L)^-1, W and U₀ from it, Q⁺, K⁻ (chunk tensors), and total = e^{G_C} (M, N, K). Grid (N, M)."""
     chunk, m = tl.program_id(0), tl.program_id(1)
     index, i = m * N + chunk, tl.arange(0, C)
-    SOLVE: tl.constexpr = "ieee" if DOT == "ieee" else "tf32x3"                                          # exact, whatever the inputs are
+    SOLVE: tl.constexpr = "ieee" if DOT == "ieee" else "tf32x3"                                          # as good as fp32, whatever the inputs are
 
     # forward substitution row by row in the 16-row tiles, all at once. Never by squaring: its powers reach 1e9 for keys that are alike
     tile, r = tl.arange(0, C // 16), tl.arange(0, 16)
@@ -185,8 +185,7 @@ def states(W, U0, k_minus, total, first, U, entering, last, N, K, V, C: tl.const
 def output(q_plus, A_qk, U, entering, o, T, H, N, K, V, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """O = Q⁺ S + A_qk U, a token tensor. Grid (N, blocks of V, M)."""
     chunk, m = tl.program_id(0), tl.program_id(2)
-    index = m * N + chunk
-    i, columns = tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
+    index, i, columns = m * N + chunk, tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
     out = _dot(_load(A_qk, _matrix(index, i, C, i, C)), _load(U, _matrix(index, i, C, columns, V)), DOT)       # (C, BV)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
@@ -221,10 +220,9 @@ def dstates(W, q_plus, k_minus, A_qk, total, do, dlast, dU, leaving, dfirst, T, 
 
 @triton.jit
 def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """dR = M^-ᵀ dU, dv = β dR, dβ = Σ dR ⊙ error with error = U / β; dA_qk = tril(dO Uᵀ), dA_kk = −strict_tril(dv Uᵀ). Grid (N, M)."""
+    """dR = (I + L)^-ᵀ dU, dv = β dR, dβ = Σ dR ⊙ error with error = U / β; dA_qk = tril(dO Uᵀ), dA_kk = −strict_tril(dv Uᵀ). Grid (N, M)."""
     chunk, m = tl.program_id(0), tl.program_id(1)
-    index = m * N + chunk
-    i = tl.arange(0, C)
+    index, i = m * N + chunk, tl.arange(0, C)
     square, by_token = _matrix(index, i, C, i, C), _tokens(m, chunk * C + i, T, H, 1, tl.arange(0, 1))
     b, back = tl.maximum(_load(beta, by_token), 1e-30), tl.trans(_load(inverse, square))
     a_qk, a_kk, db = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
@@ -245,14 +243,10 @@ def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, C: tl.
 @triton.jit
 def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, H, N, K, V, scale,
             C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """
-    Row gradients through Q⁺ and K⁺ (with S) and through A's rows, column gradients through K⁻ and A's columns; x ⊙ dx with its sign is
-    the gradient of G, and g gets the sum of all later ones in its chunk. Grid (N, blocks of K, M).
-    """
+    """Row gradients through Q⁺ and K⁺ (with S) and through A's rows, column gradients through K⁻ and A's columns; x ⊙ dx with its sign is
+    the gradient of G, and g gets the sum of all later ones in its chunk. Grid (N, blocks of K, M)."""
     chunk, m = tl.program_id(0), tl.program_id(2)
-    n: tl.constexpr = C // 16
-    index = m * N + chunk
-    i, kk = tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
+    index, i, kk = m * N + chunk, tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
     by_k = _tokens(m, chunk * C + i, T, H, K, kk)
 
     drow_q, drow_k, dkeep = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
@@ -270,13 +264,13 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
     bk = _load(k, by_k).to(tl.float32)
     drow_q, drow_k, dkeep = drow_q * tl.exp2(G), drow_k * tl.exp2(G), dkeep * tl.exp2(end[None, :] - G)
     dcol = dkeep
-    for tile in range(0, n):
+    for tile in range(0, C // 16):
         rows = tile * 16 + tl.arange(0, 16)
         row, col = _factors(G, tile, C, BK)
         part, strip = _tokens(m, chunk * C + rows, T, H, K, kk), _matrix(index, rows, C, i, C)
         rows_q, rows_k = _load(q, part).to(tl.float32) * scale * row, _load(k, part).to(tl.float32) * row        # (16, BK)
         a_qk, a_kk = _load(dA_qk, strip), _load(dA_kk, strip)                                            # (16, C)
-        here = (tl.arange(0, n) == tile)[:, None, None]
+        here = (tl.arange(0, C // 16) == tile)[:, None, None]
         drow_q += tl.reshape(tl.where(here, (_dot(a_qk, col * bk, DOT) * row)[None], 0.0), (C, BK))
         drow_k += tl.reshape(tl.where(here, (_dot(a_kk, col * bk, DOT) * row)[None], 0.0), (C, BK))
         dcol += col * (_dot(tl.trans(a_qk), rows_q, DOT) + _dot(tl.trans(a_kk), rows_k, DOT))
@@ -289,17 +283,18 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Launching. Each list is what autotune tries per width, on a GPU; its first entry is the default: in bf16 with K and V up to
-# 128 it spills on none of the chips that `python kernels.py` compiles for, and it is what runs where nothing can be timed.
+# Launching. Each list is what autotune tries, once per widths, C and dtypes, on the first sequence of at least 1,024 tokens. Shorter ones, and
+# the interpreter, take the first choice: it fits all chips that `python kernels.py` compiles for, also with K and V of 256 in fp32, and in bf16
+# with K and V up to 128 it spills on no NVIDIA chip there.
 
 def _tuned(kernel, key, *choices):
     configs = [triton.Config({name: value for name, value in c.items() if name[0] == "B"}, num_warps=c["warps"], num_stages=c["stages"]) for c in choices]
-    return triton.autotune(configs[:1] if INTERPRETED.value else configs, key)(kernel)
+    return triton.autotune(configs, key)(kernel)
 
 
 _scores = _tuned(scores, ["K", "C"], dict(BK=32, warps=4, stages=2), dict(BK=64, warps=4, stages=2), dict(BK=32, warps=2, stages=2))
 _solve = _tuned(solve, ["K", "V", "C"], dict(BK=32, BV=64, warps=4, stages=2), dict(BK=32, BV=64, warps=8, stages=2), dict(BK=16, BV=32, warps=4, stages=2))
-_states = _tuned(states, ["K", "V", "C"], dict(BV=32, warps=4, stages=2), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=4, stages=2), dict(BV=32, warps=4, stages=3))
+_states = _tuned(states, ["K", "V", "C"], dict(BV=32, warps=4, stages=1), dict(BV=32, warps=4, stages=2), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=4, stages=2))
 _output = _tuned(output, ["K", "V", "C"], dict(BK=64, BV=64, warps=4, stages=2), dict(BK=32, BV=128, warps=4, stages=2), dict(BK=32, BV=64, warps=4, stages=3))
 _dstates = _tuned(dstates, ["K", "V", "C"], dict(BV=32, warps=4, stages=1), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=8, stages=1))
 _dsolve = _tuned(dsolve, ["V", "C"], dict(BV=32, warps=4, stages=2), dict(BV=64, warps=4, stages=2), dict(BV=64, warps=8, stages=2))
@@ -309,59 +304,66 @@ _dinputs = _tuned(dinputs, ["K", "V", "C"], dict(BK=16, BV=64, warps=4, stages=2
 class _Chunks:
     """What `scores` and `solve` make of the arguments, and the state's way over the chunks: the part of forward that backward runs again."""
 
-    def __init__(self, q, k, v, g, beta, state, segments, C):
+    def __init__(self, q, k, v, g, beta, state, segments, C, tune):
         (B, T, H, K), V = q.shape, v.shape[-1]
         self.beta = beta.float().clamp(min=1e-30)                          # backward divides by it
         M, N = B * H, triton.cdiv(triton.cdiv(T, C), segments) * segments  # chunks past the end change nothing
-        new = lambda *shape, dtype=torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32: q.new_empty(M, N, *shape, dtype=dtype)
+        work = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+        new = lambda *shape, dtype=work: q.new_empty(M, N, *shape, dtype=dtype)
         # how numbers that are not in bf16 are multiplied: tf32 keeps more than bf16 and fp16 inputs have
         dot = "ieee" if torch.version.hip else "tf32x3" if v.dtype == torch.float32 else "tf32"
-        self.sizes, self.scale, self.new, self.p = (T, H, N, K, V), K ** -0.5, new, dict(C=C, DOT=dot)
+        self.M, self.N, self.sizes, self.scale, self.new, self.tune = M, N, (T, H, N, K, V), K ** -0.5, new, tune
+        self.p = dict(C=C, DOT=dot)
         self.A_qk, self.inverse, L = new(C, C), new(C, C), new(C, C, dtype=torch.float32)
         self.W, self.q_plus, self.k_minus, self.total = new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32)
         self.U, self.entering, U0 = new(C, V), new(K, V), new(C, V)
-        _scores[N * C // 16, M](q, k, g, self.beta, self.A_qk, L, T, H, N, K, self.scale, **self.p)
-        _solve[N, M](q, k, v, g, self.beta, L, self.inverse, self.W, U0, self.q_plus, self.k_minus, self.total, *self.sizes, self.scale, **self.p)
+        self.launch(_scores, (N * C // 16, M), q, k, g, self.beta, self.A_qk, L, T, H, N, K, self.scale)
+        self.launch(_solve, (N, M), q, k, v, g, self.beta, L, self.inverse, self.W, U0, self.q_plus, self.k_minus, self.total, *self.sizes, self.scale)
 
         def run(U0, first, U, entering, width):
             last, n = torch.empty_like(first), N // (len(first) // M)
-            _states[lambda meta: (triton.cdiv(width, meta["BV"]), len(first))](
-                self.W, U0, self.k_minus, self.total, first, U, entering, last, n, K, width, KP=triton.next_power_of_2(K), **self.p)
+            self.launch(_states, lambda meta: (triton.cdiv(width, meta["BV"]), len(first)), self.W, U0, self.k_minus, self.total, first, U, entering,
+                        last, n, K, width, KP=triton.next_power_of_2(K))
             return last
         first = state.reshape(M, K, V)
         if segments > 1:
-            # segment by segment, all at once: S ↦ S̃ + M S, with S̃ from a zero state and M from the identity without values
+            # segment by segment, all at once: S ↦ S̃ + P S, with S̃ from a zero state (`ends`), and P from the identity without values (`through`)
             from kda import compose                                        # here, as kda.py imports this file
             ends = run(U0, first.new_zeros(M * segments, K, V), None, None, V).view(M, segments, K, V)
             through = run(None, torch.eye(K, device=q.device).repeat(M * segments, 1, 1), None, None, K).view(M, segments, K, K)
-            first = compose(through.transpose(0, 1), ends.transpose(0, 1), first)[:-1].transpose(0, 1).reshape(M * segments, K, V).contiguous()
+            first = compose(through.transpose(0, 1), ends.transpose(0, 1), first)[:-1].transpose(0, 1).reshape(M * segments, K, V)
         self.last = run(U0, first, self.U, self.entering, V).view(M, segments, K, V)[:, -1].reshape(B, H, K, V).contiguous()
+
+    def launch(self, kernel, grid, *arguments, **more):
+        if self.tune:
+            kernel[grid](*arguments, **more, **self.p)
+        else:
+            kernel.fn[grid](*arguments, **more, **self.p, **kernel.configs[0].all_kwargs())
 
 
 class _KDA(torch.autograd.Function):
-
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, state, segments, C):
-        c, o = _Chunks(q, k, v, g, beta, state, segments, C), torch.empty_like(v)
-        _output[lambda meta: (c.sizes[2], triton.cdiv(v.shape[-1], meta["BV"]), len(c.W))](c.q_plus, c.A_qk, c.U, c.entering, o, *c.sizes, **c.p)
+    def forward(ctx, q, k, v, g, beta, state, segments, C, tune):
+        c, o = _Chunks(q, k, v, g, beta, state, segments, C, tune), torch.empty_like(v)
+        c.launch(_output, lambda meta: (c.N, triton.cdiv(v.shape[-1], meta["BV"]), c.M), c.q_plus, c.A_qk, c.U, c.entering, o, *c.sizes)
         ctx.save_for_backward(q, k, v, g, beta, state)
-        ctx.cut = segments, C
+        ctx.rest = segments, C, tune
         return o, c.last
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlast):
         q, k, v, g, beta, state = ctx.saved_tensors
-        c, do = _Chunks(q, k, v, g, beta, state, *ctx.cut), do.contiguous()
-        (T, H, N, K, V), M, C = c.sizes, len(c.W), c.p["C"]
-        dq, dk, dv, dg, dbeta, dfirst, dU, leaving = (torch.empty_like(x) for x in (q, k, v, g, beta, state, c.U, c.entering))
-        dA_qk, dA_kk = (c.new(C, C, dtype=torch.float32) for _ in range(2))
-        _dstates[lambda meta: (triton.cdiv(V, meta["BV"]), M)](c.W, c.q_plus, c.k_minus, c.A_qk, c.total, do, dlast.contiguous(), dU, leaving, dfirst,
-                                                               *c.sizes, KP=triton.next_power_of_2(K), **c.p)
-        _dsolve[N, M](c.inverse, c.beta, c.U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, **c.p)
-        _dinputs[lambda meta: (N, triton.cdiv(K, meta["BK"]), M)](
-            q, k, g, do, dv, c.U, c.entering, leaving, dA_qk, dA_kk, dq, dk, dg, *c.sizes, c.scale, **c.p)
-        return dq, dk, dv, dg, dbeta, dfirst, None, None
+        c, do = _Chunks(q, k, v, g, beta, state, *ctx.rest), do.contiguous()
+        (T, H, N, K, V), C = c.sizes, c.p["C"]
+        dq, dk, dg, dbeta, dfirst, dU, leaving = (torch.empty_like(x) for x in (q, k, g, beta, state, c.U, c.entering))
+        dv, dA_qk, dA_kk = torch.empty_like(v, dtype=c.U.dtype), *(c.new(C, C, dtype=torch.float32) for _ in range(2))
+        c.launch(_dstates, lambda meta: (triton.cdiv(V, meta["BV"]), c.M), c.W, c.q_plus, c.k_minus, c.A_qk, c.total, do, dlast.contiguous(), dU, leaving,
+                 dfirst, *c.sizes, KP=triton.next_power_of_2(K))
+        c.launch(_dsolve, (N, c.M), c.inverse, c.beta, c.U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V)
+        c.launch(_dinputs, lambda meta: (N, triton.cdiv(K, meta["BK"]), c.M), q, k, g, do, dv, c.U, c.entering, leaving, dA_qk, dA_kk, dq, dk, dg,
+                 *c.sizes, c.scale)
+        return dq, dk, dv.to(v.dtype), dg, dbeta, dfirst, None, None, None
 
 
 def _unfit(q, v):
@@ -399,7 +401,17 @@ def _check(q, k, v, g, beta, state, look_at_g):
             raise ValueError(f"g: expected log decays in [-5.9, 0], got values from {low:.4g} to {high:.4g}")
 
 
-CHUNKS = {}                                                                # (K, V, dtype) → tokens of a chunk, as measured
+CHUNKS = {}                                                                # (K, V, dtype, with backward or not) → tokens of a chunk, as measured
+
+
+def _faster_chunk(inputs, segments, train):
+    """64 or 32 tokens, whichever these inputs are faster with: forward and, to train, backward."""
+    def run(C):
+        o, _ = _KDA.apply(*inputs, segments, C, True)
+        if train:
+            torch.autograd.grad(o, [x for x in inputs if x.requires_grad], o.detach())
+    times = {C: triton.testing.do_bench(lambda: run(C)) for C in (64, 32)}
+    return min(times, key=times.get)
 
 
 @torch.compiler.disable
@@ -407,7 +419,7 @@ def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True)
     """
     kda_recurrent's arguments and results, differentiable in everything; q, k, v in fp32, bf16 or fp16, made contiguous if they are not.
     g's sums, the solve and the carried state are fp32. segments: parts of the sequence whose states are found side by side, None: as many
-    as fill the GPU. chunk: 32 or 64 tokens, None: what the first long sequence of these widths was read faster with, 64 before.
+    as fill the GPU. chunk: 32 or 64 tokens, None: whichever the first sequence of at least 1,024 tokens of these widths was faster with, else 64.
     look_at_g=False: g is known to lie in [−5.9, 0]; looking makes the CPU wait for the GPU.
     """
     if state is None and q.dim() == 4:
@@ -419,13 +431,14 @@ def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True)
     if segments is None:                                                   # two programs a multiprocessor, 1,024 tokens a segment at least
         room = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
         segments = max(1, min(room // (B * H * triton.cdiv(V, 32)), T // 1024))
+    if segments < 1 or B * H * segments >= 1 << 16:
+        raise ValueError(f"segments = {segments}: expected at least 1, and with {B} sequences × {H} heads fewer than 65,536 in all, the limit of a launch")
     inputs = [x.contiguous() for x in (q, k, v, g, beta, state)]
-    key = K, V, q.dtype
-    if chunk is None and key not in CHUNKS and q.is_cuda and T >= 1024:
-        with torch.no_grad():
-            times = {C: triton.testing.do_bench(lambda: _KDA.apply(*inputs, segments, C)) for C in (64, 32)}
-        CHUNKS[key] = min(times, key=times.get)
-    return _KDA.apply(*inputs, segments, chunk or CHUNKS.get(key, 64))
+    tune = q.is_cuda and T >= 1024 and not torch.cuda.is_current_stream_capturing()                      # timing waits for the GPU
+    key = K, V, q.dtype, torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if chunk is None and key not in CHUNKS and tune:
+        CHUNKS[key] = _faster_chunk(inputs, segments, train=key[-1])
+    return _KDA.apply(*inputs, segments, chunk or CHUNKS.get(key, 64), tune)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -486,7 +499,6 @@ def situ_kernel(g, u, y, dy, dg, du, stride_g, stride_u, size, width, beta, line
 
 
 class _SiTU(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, g, u, beta, linear_beta):
         y, width = torch.empty(g.shape, dtype=g.dtype, device=g.device), g.shape[-1]
@@ -557,7 +569,6 @@ def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d, ROWS: tl.
 
 
 class _Mix(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, u, eps, *sources):
         sources = tuple(x.contiguous() for x in sources)
