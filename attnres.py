@@ -113,7 +113,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        if x.device.type == "cpu" and x.dtype == self.weight.dtype and not torch.compiler.is_compiling():
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype == fp32(x).dtype and not torch.compiler.is_compiling():
             return _RMSNorm.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
@@ -177,7 +177,7 @@ class Mix(nn.Module):
 
     def forward(self, sources):
         with torch.autocast(self.w.device.type, enabled=False):
-            mix = kernels.mix if kernels and self.w.is_cuda and not torch.compiler.is_compiling() else _Mix.apply
+            mix = kernels.mix if kernels and self.w.is_cuda and sources[0].dtype != torch.float64 and not torch.compiler.is_compiling() else _Mix.apply
             return mix(self.w * self.norm.weight, self.norm.eps, *sources)
 
 

@@ -44,7 +44,7 @@ def kda_recurrent(q, k, v, g, beta, state=None):
 
 
 def _arguments(q, k, v, g, beta, state):
-    """Check shapes, bring everything to fp32 (fp64 if any is), make the zero state. Errors: ValueError naming the argument."""
+    """Check shapes, bring everything to fp32 (fp64 if any of q, k, v, g is), make the zero state. Errors: ValueError naming the argument."""
     if q.dim() != 4 or q.shape[1] < 1:
         raise ValueError(f"q: expected (B, T, H, K) with T ≥ 1, got {tuple(q.shape)}")
     B, T, H, K = q.shape
@@ -243,7 +243,7 @@ def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
 
 def kda_segment_definition(k, v, g, beta):
     """
-    What a stretch of the sequence does to any state that enters it, S ↦ S̃ + M S (§5.1): → M (B, H, K, K), S̃ (B, H, K, V). By its definition,
+    What a stretch of the sequence does to any state that enters it, S ↦ S̃ + P S (§5.1): → P (B, H, K, K), S̃ (B, H, K, V). By its definition,
     the recurrence from the identity without values, and from nothing.
     """
     identity = torch.eye(k.shape[-1], device=k.device).expand(k.shape[0], k.shape[2], -1, -1)
@@ -251,18 +251,18 @@ def kda_segment_definition(k, v, g, beta):
 
 
 def kda_segment(k, v, g, beta):
-    """The same from the fast form, in one call: the columns of the state do not see each other, so [M, S̃] is the state that [I, 0] becomes."""
+    """The same from the fast form, in one call: the columns of the state do not see each other, so [P, S̃] is the state that [I, 0] becomes."""
     B, T, H, K = k.shape
     identity = torch.eye(K, dtype=fp32(k).dtype, device=k.device).expand(B, H, K, K)
     state = F.pad(identity, (0, v.shape[-1]))                                                            # (B, H, K, K+V)
     return kda(k, k, torch.cat([torch.zeros_like(k), v.to(k.dtype)], dim=-1), g, beta, state)[1].split([K, v.shape[-1]], dim=-1)
 
 
-def compose(M, S, state):
-    """Segments one after another: M (L, ..., K, K), S (L, ..., K, V), the first entering state (..., K, V) → the states at their borders (L+1, ..., K, V)."""
+def compose(P, S, state):
+    """Segments one after another: P (L, ..., K, K), S (L, ..., K, V), the first entering state (..., K, V) → the states at their borders (L+1, ..., K, V)."""
     states = [state]
     with torch.autocast(state.device.type, enabled=False):                 # states stay in fp32
-        for through, own in zip(M, S):
+        for through, own in zip(P, S):
             states.append(own + through @ states[-1])
     return torch.stack(states)
 
@@ -270,7 +270,8 @@ def compose(M, S, state):
 def kda(q, k, v, g, beta, state=None):
     """
     The one place that chooses: Triton on a GPU, if it can take these widths; else a single token is the recurrence itself, and more are
-    chunks. g must lie in bounds: the kernels do not look. That for a single token changes the state in place.
+    chunks. g must lie in [−5.9, 0]: Triton does not look. Its kernel for one token, without gradients, changes `state` in place; all else
+    returns a new one.
     """
     if kernels and kernels.fits(q, v):
         if q.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
@@ -326,7 +327,7 @@ class ShortConv(nn.Module):
             return _ShortConv.apply(x, self.weight.squeeze(1)), None
         past = tail.shape[1]
         x = torch.cat([tail.to(x.dtype), x], dim=1)                                                      # (B, width-1+T, D)
-        return _ShortConv.apply(x, self.weight.squeeze(1))[:, past:], x[:, x.shape[1] - past:].detach()
+        return _ShortConv.apply(x, self.weight.squeeze(1))[:, past:], x[:, x.shape[1] - past:].detach().clone()   # not a view: that would hold all of x
 
 
 class _Unit(torch.autograd.Function):

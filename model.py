@@ -431,7 +431,8 @@ class K3(nn.Module):
         if optimizer == "adamw":
             matrices, others = [], [dict(params=per_head + whole + decayed), others[1]]
         experts = list(self.shared_out().values())
-        copies = [(ranks, [p for p in self.parameters() if p not in set(experts)]), (replicas, experts)]
+        own = set(experts)
+        copies = [(ranks, [p for p in self.parameters() if p not in own]), (replicas, experts)]
         return muon.MuonAdamW(matrices, others, lr, weight_decay, after_step=self.qk_clip,
                               copies=[(group, params) for group, params in copies if group and params])
 

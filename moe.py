@@ -80,7 +80,7 @@ def situ(g, u, beta, linear_beta):
     """The activation that is used: situ_definition's arguments and result."""
     if beta is None:                                                       # SiLU is torch's own
         return F.silu(g) * (u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta))
-    apply = kernels.situ if kernels and g.is_cuda and not torch.compiler.is_compiling() else _SiTU.apply
+    apply = kernels.situ if kernels and g.is_cuda and g.dtype != torch.float64 and not torch.compiler.is_compiling() else _SiTU.apply
     return apply(g, u, beta, linear_beta)
 
 
@@ -152,8 +152,10 @@ class QuantileHistogram(nn.Module):
         """bias (E) → the new bias (E), quantile_bias to within a bin. Without counts the bias stays."""
         E, bins = self.counts.shape
         m = self.counts[0].sum().item()
-        if m == 0 or k == E:
+        if m == 0:
             return bias.clone()
+        if k == E:
+            return bias - bias.mean()
         q = m * k / E
         total = self.counts.cumsum(1)                                      # (E, bins), int64
         at = (total < math.ceil(q)).sum(1, keepdim=True)                   # the first bin that reaches ceil(q), (E, 1)
@@ -223,7 +225,7 @@ def plan_redundant(counts, R):
     excess = [sum(row) - total // R - (r < total % R) for r, row in enumerate(plan)]
     while any(excess):
         low = min(range(R), key=excess.__getitem__)
-        high = max(range(R), key=excess.__getitem__)                       # has more than low lacks: it has more than its own share
+        high = max(range(R), key=excess.__getitem__)                       # one giver is enough: it holds more than a full share
         for e in sorted(range(high * E // R, (high + 1) * E // R), key=lambda e: -plan[high][e]):
             moved = min(plan[high][e], -excess[low])
             plan[high][e] -= moved
@@ -237,17 +239,19 @@ def plan_redundant(counts, R):
 # The layer
 
 class _Reorder(torch.autograd.Function):
-    """x[order] for a permutation: its gradient is again a gather, dy[inverse], where autograd would scatter."""
+    """Every row of x k times, in the order of a permutation. The gradient is again a gather, dy[inverse], where autograd would scatter."""
 
     @staticmethod
-    def forward(ctx, x, order, inverse):
+    def forward(ctx, x, order, inverse, k=1):
         ctx.save_for_backward(inverse)
-        return x[order]
+        ctx.k = k
+        return x[order // k if k > 1 else order]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        return dy[ctx.saved_tensors[0]], None, None
+        dx = dy[ctx.saved_tensors[0]]
+        return dx.unflatten(0, (-1, ctx.k)).sum(1) if ctx.k > 1 else dx, None, None, None
 
 
 def inverse_of(order):
@@ -324,8 +328,7 @@ class LatentMoE(nn.Module):
             way = self.dispatch(by_expert)
             order = order[way.by_rank]
         inverse = inverse_of(order)
-        rows = z.unsqueeze(1).expand(m, k, latent).reshape(m * k, latent)
-        rows = _Reorder.apply(rows, order, inverse)                        # (m·k, ℓ), by expert
+        rows = _Reorder.apply(z, order, inverse, k)                        # (m·k, ℓ), by expert
         if self.group is None:
             out = self.products(rows, w13, w2, ends)                       # (m·k, ℓ)
         else:                                                              # the same, with a journey before and after

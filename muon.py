@@ -25,9 +25,9 @@ def newton_schulz(G, steps=5):
     work = torch.bfloat16 if bf16 and G.dtype != torch.float64 else torch.promote_types(G.dtype, torch.float32)
     X = G.mT if G.shape[-2] > G.shape[-1] else G                           # rows ≤ cols: the product below is the small one
     X = X.to(torch.promote_types(G.dtype, torch.float32))
-    for norm in (X.abs().amax((-2, -1), keepdim=True), None):              # first by the largest entry: its square may underflow
-        norm = torch.linalg.matrix_norm(X, keepdim=True) if norm is None else norm
-        X = X / torch.where(norm > 0, norm, 1)
+    largest = X.abs().amax((-2, -1), keepdim=True)
+    X = X / torch.where(largest > 0, largest, 1)                           # first by the largest entry: its square may underflow
+    X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp(min=1)         # which is at least 1 now, but for a matrix of zeros
     X = X.to(work).flatten(0, -3) if G.dim() > 2 else X.to(work).unsqueeze(0)      # (blocks, rows, cols)
     for _ in range(steps):                                                 # X ← a X + b A X + c A² X with A = X Xᵀ: five rounds of this
         A = torch.bmm(X, X.mT)                                             # quintic take every singular value in (0, 1] to about 1

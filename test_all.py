@@ -88,6 +88,8 @@ def test_rms_norm():
     truth = gradients(lambda x, w: F.rms_norm(x, (48,), w, norm.eps), [x.double(), w.double()], weights)
     assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
     assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    big = torch.full((1, 48), 300.0, dtype=torch.float16)                  # its square is too large for fp16
+    assert torch.allclose(norm.half()(big), norm.weight, rtol=2e-3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -214,8 +216,12 @@ def test_kda_longer_vectors_at_the_bound():
 
 
 def test_cache_holds_no_graph():
+    """And nothing of a long prompt but the last inputs: the tails are no views of it."""
     m = tiny_model()
     cache = m.new_cache(1)
+    with torch.no_grad():
+        m(torch.randint(0, 61, (1, 50)), cache=cache)
+    assert all(tail.untyped_storage().nbytes() == tail.nbytes for layer in cache if "tails" in layer for tail in layer["tails"])
     for _ in range(2):
         m(torch.randint(0, 61, (1, 5)), torch.randint(0, 61, (1, 5)), cache=cache)[1].backward()
 
@@ -415,7 +421,7 @@ def test_triton_refuses():
     for arguments, words in [((q, k[:, :4], v, g, beta), "k: expected"), ((q.double(), k, v, g, beta), "q: expected .*float64"), ((q[0], k, v, g, beta), "q: expected"), ((q, k.half(), v, g, beta), "k: .*float16"),
                              ((q[..., :8], k, v, g, beta), "K = 8: expected a multiple of 16"), ((q, k, v, g - 6, beta), "g: expected"), ((q, k, v, g.abs() + 0.1, beta), "g: "),
                              ((q, k, v, g, beta, state.bfloat16()), "state: expected .*, float32 on .* got .*bfloat16"), ((q, k, v, g, beta.to("meta")), "beta: expected .* on cpu, .* on meta"),
-                             ((q, k, v, g, beta, state, 1, 48), "chunk: expected 32 or 64")]:
+                             ((q, k, v, g, beta, state, 1, 48), "chunk: expected 32 or 64"), ((q, k, v, g, beta, state, 0), "segments = 0: expected")]:
         with pytest.raises(ValueError, match=words):
             kernels.kda(*arguments)
     with pytest.raises(ValueError, match="one token"):
@@ -448,10 +454,10 @@ def test_kernels_compile():
     """For chips that are not here: no spills at the defaults, and no more shared memory than a block may have."""
     done = subprocess.run([sys.executable, "kernels.py"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()[1:]
-    assert done.returncode == 0 and len(lines) == 22, done.stderr
+    assert done.returncode == 0 and len(lines) == 25, done.stderr
     for line in lines:
         for chip in ("80", "89", "90", "100"):
-            assert f" {chip}: " in line and "TOO MUCH" not in line and line.count(" 0 spilled") == 4, line
+            assert f" {chip}: " in line and "TOO MUCH" not in line and (line.count(" 0 spilled") == 4 or "V = 256" in line), line
 
 
 def test_kda_segments():
@@ -602,13 +608,13 @@ def test_quantile_bias_definition():
     assert torch.equal(moe.quantile_bias(scores, torch.tensor([1.0, 2, 3]), 3), torch.tensor([-1.0, 0, 1]))      # k = E: nothing to balance
 
 
-@pytest.mark.parametrize("m, E, k", [(1, 8, 2), (7, 8, 3), (500, 16, 2), (3000, 64, 4)])
+@pytest.mark.parametrize("m, E, k", [(1, 8, 2), (7, 8, 3), (7, 8, 8), (500, 16, 2), (3000, 64, 4)])
 def test_histogram_is_quantile(m, E, k):
     torch.manual_seed(m)
     scores, bias = torch.sigmoid(2 * torch.randn(m, E) + torch.randn(E)), torch.randn(E) * 0.3
     histogram = moe.QuantileHistogram(E)
     for part in scores.split([m // 2, m - m // 2]):                        # two micro-batches
-        histogram.observe(part, moe.choose(part, bias, k)[1], bias)
+        histogram.observe(part, moe.choose(part, bias, k)[1].clamp(min=-0.5), bias)                  # k = E has no cutoff
     width = (bias.max() - bias.min() + 2) / 1000
     assert (histogram.quantile_bias(bias, k) - moe.quantile_bias(scores, bias, k)).abs().max() <= 2 * width     # a bin, and the mean's
     assert histogram.counts.sum() == m * E
