@@ -222,6 +222,7 @@ def _columns(k, row, step):
         yield i, col[:, :, :(i + 1) * TILE]
 
 
+@torch.compiler.disable                                                    # torch.compile would take it apart, and be slower
 def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     """
     kda_recurrent by chunks, in plain PyTorch: same arguments, same results (fp32 inside), differentiable once in everything.
@@ -231,10 +232,9 @@ def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     q, k, v, g, beta, state, dtype = _arguments(q, k, v, g, beta, state)
     if chunk < TILE or chunk % TILE:
         raise ValueError(f"chunk: expected a multiple of {TILE}, got {chunk}")
-    if not torch.compiler.is_compiling():
-        low, high = g.detach().aminmax()
-        if low < -5.9001 or high > 0:                                      # a NaN may pass: it is to be seen where it began, not here
-            raise ValueError(f"g: expected log decays in [-5.9, 0], got values from {low:.4g} to {high:.4g}")
+    low, high = g.detach().aminmax()
+    if low < -5.9001 or high > 0:                                          # a NaN may pass: it is to be seen where it began, not here
+        raise ValueError(f"g: expected log decays in [-5.9, 0], got values from {low:.4g} to {high:.4g}")
     C = min(chunk, -(-q.shape[1] // TILE) * TILE)
     with torch.autocast(q.device.type, enabled=False):
         o, state = _Chunk.apply(q, k, v, g, beta, state, C)
