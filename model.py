@@ -402,9 +402,10 @@ class K3(nn.Module):
         the group of those that hold the same experts as this one, if experts are shared out."""
         if optimizer not in ("muon", "whole", "adamw"):
             raise ValueError(f"optimizer = {optimizer!r}: expected muon, whole or adamw")
-        per_head, whole, decayed, plain = [], [], [self.embed, self.lm_head], [self.norm]
+        per_head, whole, decayed, plain, queries = [], [], [self.embed, self.lm_head], [self.norm], []
         for mix in (self.out_mix, *(mix for layer in self.layers for mix in (layer.attn_mix, layer.mlp_mix))):
-            plain += [mix.w, mix.norm] if mix else []
+            plain += [mix.norm] if mix else []
+            queries += [mix.w] if mix else []
         for layer in self.layers:
             a, m = layer.attn, layer.mlp
             plain += [layer.attn_norm, layer.mlp_norm]
@@ -424,12 +425,13 @@ class K3(nn.Module):
                 m = m.shared
             whole += [m.gate_proj, m.up_proj, m.down_proj]
         per_head, whole, decayed, plain = ([getattr(p, "weight", p) for p in group] for group in (per_head, whole, decayed, plain))
-        listed = [id(p) for p in per_head + whole + decayed + plain]
+        listed = [id(p) for p in per_head + whole + decayed + plain + queries]
         assert sorted(listed) == sorted(id(p) for p in self.parameters()), "a parameter is listed twice or not at all"
         matrices = [dict(params=per_head, blocks=self.config.n_head if optimizer == "muon" else 1), dict(params=whole)]
-        others = [dict(params=decayed), dict(params=plain, weight_decay=0.0)]
+        # pseudo-queries at a tenth of the rate: AdamW moves all d entries of one at once, and a logit is their sum with no 1/√d
+        others = [dict(params=decayed), dict(params=plain, weight_decay=0.0), dict(params=queries, weight_decay=0.0, lr=lr / 10, lr_scale=0.1)]
         if optimizer == "adamw":
-            matrices, others = [], [dict(params=per_head + whole + decayed), others[1]]
+            matrices, others = [], [dict(params=per_head + whole + decayed), *others[1:]]
         experts = list(self.shared_out().values())
         own = set(experts)
         copies = [(ranks, [p for p in self.parameters() if p not in own]), (replicas, experts)]

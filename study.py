@@ -171,7 +171,7 @@ class Run:
     def step(self, step):
         """One update → loss, gradient norm, the largest max violation of its layers."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr * train.learning_rate(self.settings, step)
+            group["lr"] = self.settings.lr * train.learning_rate(self.settings, step) * group.get("lr_scale", 1)
         context, batch_size = train.current_context(self.settings, step)
         x, y = self.batches(step, batch_size, context)
         with self.autocast:

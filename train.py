@@ -645,7 +645,7 @@ def train(arguments, ranks=None):
         began = time.perf_counter()
         factor = learning_rate(settings, step)
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * factor
+            group["lr"] = settings.lr * factor * group.get("lr_scale", 1)
         context, batch_size = current_context(settings, step)
         train_tokens = prepare.open_tokens(folder, "train", meta)
         loss, bad, micros = 0.0, None, ranks.micro_batches(settings.grad_accum)
