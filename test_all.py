@@ -796,6 +796,8 @@ def test_optimizer_groups():
     blocks = {names[id(p)]: g.get("blocks") for g in optimizer.param_groups for p in g["params"]}
     split = {name for name, n in blocks.items() if n == 4}
     assert {name.split(".", 2)[2] for name in split} == {f"attn.{x}_proj.weight" for x in ("q", "k", "v", "q_b", "kv_b")}
+    rates = {names[id(p)]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    assert all(rate == (1e-3 if name.endswith(".w") else 1e-2) for name, rate in rates.items())   # pseudo-queries are slow
     assert all(blocks[n] is None for n in blocks if "norm" in n or "conv" in n or n.endswith((".w", "A_log", "dt_bias")) or n.startswith(("embed", "lm_head")))
     m(torch.randint(0, 61, (2, 30)), torch.randint(0, 61, (2, 30)))[1].backward()
     before = {name: p.detach().clone() for name, p in m.named_parameters()}

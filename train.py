@@ -449,7 +449,11 @@ class Ranks:
             params = [p for group in getattr(optimizer, kind).param_groups for p in group["params"]]
             kept = {i: s for i, s in whole["state"].items() if params[i] not in optimizer.muon.others}
             part[kind] = dict(whole, state={i: {k: mine(x) if params[i] in set(experts.values()) else x for k, x in s.items()} for i, s in kept.items()})
-        optimizer.load_state_dict(part)
+        try:
+            optimizer.load_state_dict(part)
+        except ValueError as error:
+            raise ValueError(f"the checkpoint's optimizer is another version's ({error}); go on from its weights: python weights.py RUN FOLDER, then "
+                             "train.py --init_from=FOLDER") from None
 
     def agree(self, **facts):
         """Errors: ValueError where a rank has other facts than rank 0, which would be another run."""
