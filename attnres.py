@@ -11,7 +11,7 @@ vector per token (x_1 is the token embedding), a learned pseudo-query w and an R
 
 w starts at zero, so every mixture starts as a plain mean. "Full" AttnRes is the same with one block per layer part.
 
-This file is the bottom of the house: fp32, linears, exchange, RMSNorm and the import of the kernels (used by the other files), the mixture,
+This file is the bottom of the house: triton_takes, fp32, linears, exchange, RMSNorm and the import of the kernels (used by the other files), the mixture,
 the stream of blocks.
 """
 import torch
@@ -25,6 +25,11 @@ if torch.cuda.is_available():                                              # NVI
         import kernels                                                     # Triton's, where it is installed
     except ImportError:
         pass
+
+
+def triton_takes(x):
+    """Whether a fused kernel does the element-wise work on x: on a GPU, but not in fp64, and not under torch.compile, which fuses by itself."""
+    return kernels and x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 def fp32(x):
@@ -177,7 +182,7 @@ class Mix(nn.Module):
 
     def forward(self, sources):
         with torch.autocast(self.w.device.type, enabled=False):
-            mix = kernels.mix if kernels and self.w.is_cuda and sources[0].dtype != torch.float64 and not torch.compiler.is_compiling() else _Mix.apply
+            mix = kernels.mix if triton_takes(sources[0]) else _Mix.apply
             return mix(self.w * self.norm.weight, self.norm.eps, *sources)
 
 

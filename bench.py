@@ -104,7 +104,10 @@ def bench_kda_gpu(K=128):
 def bench_kernels():
     """Every kernel of kernels.py at its default, bf16, for K = V = 64 and 128 and rows of d = 1024, and what ptxas says of it. Those that hold all
     of K at once also for 256 in fp32, which has to fit, and may spill."""
-    import kernels
+    try:
+        import kernels
+    except ImportError:
+        return print("triton is not installed: no kernels to compile")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     triton = kernels.triton

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, exchange, fp32, kernels, linears
+from attnres import RMSNorm, exchange, fp32, kernels, linears, triton_takes
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def situ(g, u, beta, linear_beta):
     """The activation that is used: situ_definition's arguments and result."""
     if beta is None:                                                       # SiLU is torch's own
         return F.silu(g) * (u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta))
-    apply = kernels.situ if kernels and g.is_cuda and g.dtype != torch.float64 and not torch.compiler.is_compiling() else _SiTU.apply
+    apply = kernels.situ if triton_takes(g) else _SiTU.apply
     return apply(g, u, beta, linear_beta)
 
 

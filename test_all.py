@@ -605,16 +605,19 @@ def test_quantile_bias_definition():
     # k = 1, no bias: cutoffs .5 .3 .6 .5; needed biases of expert 0: −.4 −.5 −.1 −.1, of 1: 0 0 0 .4, of 2: .4 .1 .2 0; the ceil(4/3) = 2nd smallest
     expected = torch.tensor([-0.4, 0.0, 0.1])
     assert torch.allclose(moe.quantile_bias(scores, torch.zeros(3), 1), expected - expected.mean(), atol=1e-6)
-    assert torch.equal(moe.quantile_bias(scores, torch.tensor([1.0, 2, 3]), 3), torch.tensor([-1.0, 0, 1]))      # k = E: nothing to balance
+    histogram = moe.QuantileHistogram(3)
+    histogram.counts += 1
+    for new in (moe.quantile_bias(scores, torch.tensor([1.0, 2, 3]), 3), histogram.quantile_bias(torch.tensor([1.0, 2, 3]), 3)):
+        assert torch.equal(new, torch.tensor([-1.0, 0, 1]))                # k = E: nothing to balance
 
 
-@pytest.mark.parametrize("m, E, k", [(1, 8, 2), (7, 8, 3), (7, 8, 8), (500, 16, 2), (3000, 64, 4)])
+@pytest.mark.parametrize("m, E, k", [(1, 8, 2), (7, 8, 3), (500, 16, 2), (3000, 64, 4)])
 def test_histogram_is_quantile(m, E, k):
     torch.manual_seed(m)
     scores, bias = torch.sigmoid(2 * torch.randn(m, E) + torch.randn(E)), torch.randn(E) * 0.3
     histogram = moe.QuantileHistogram(E)
     for part in scores.split([m // 2, m - m // 2]):                        # two micro-batches
-        histogram.observe(part, moe.choose(part, bias, k)[1].clamp(min=-0.5), bias)                  # k = E has no cutoff
+        histogram.observe(part, moe.choose(part, bias, k)[1], bias)
     width = (bias.max() - bias.min() + 2) / 1000
     assert (histogram.quantile_bias(bias, k) - moe.quantile_bias(scores, bias, k)).abs().max() <= 2 * width     # a bin, and the mean's
     assert histogram.counts.sum() == m * E
@@ -1823,11 +1826,12 @@ def test_killed_while_writing(tmp_path):
         os.waitpid(child, 0)
         while_writing += bool(list(tmp_path.glob("*.tmp")))
         found = train.checkpoints(tmp_path)
+        assert 1 <= len(found) <= 3
         newest = train.load_checkpoint(tmp_path)
         assert (newest["model"] == newest["step"]).all() and f"{newest['step']:08d}" in found[-1].name
     assert while_writing > 3
     train.prepare_folder(tmp_path, False, 1)                               # what --resume does first
-    train.save_checkpoint(tmp_path, 99999, content(99999))                 # and then those go that kills between a rename and the clearing up have left
+    train.save_checkpoint(tmp_path, 99999, content(99999))                 # and what a kill between a rename and the clearing up left is gone
     assert not list(tmp_path.glob("*.tmp")) and len(train.checkpoints(tmp_path)) == 2
 
 

@@ -250,8 +250,12 @@ def checkpoints(out_dir):
 
 def save_checkpoint(out_dir, step, content):
     """To a temporary file, then renamed: whatever happens meanwhile, the earlier ones stay whole. Keeps the last two."""
+    def clear_up():
+        for old in checkpoints(out_dir)[:-2]:
+            old.unlink(missing_ok=True)
     path = Path(out_dir) / f"ckpt_{step:08d}.pt"
     temporary = path.with_suffix(".tmp")
+    clear_up()                                                             # after a kill that came between the renaming and this at the end
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)
@@ -263,8 +267,7 @@ def save_checkpoint(out_dir, step, content):
         kept = ", ".join(p.name for p in checkpoints(out_dir)) or "none"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         raise OSError(f"could not write {path} ({reason}). Kept: {kept}. Make room and go on with --resume") from None
-    for old in checkpoints(out_dir)[:-2]:
-        old.unlink(missing_ok=True)
+    clear_up()
 
 
 def load_checkpoint(path, device="cpu"):
