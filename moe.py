@@ -245,12 +245,12 @@ class _Reorder(torch.autograd.Function):
     def forward(ctx, x, order, inverse, k=1):
         ctx.save_for_backward(inverse)
         ctx.k = k
-        return x[order // k if k > 1 else order]
+        return x.index_select(0, order // k if k > 1 else order)           # on a CPU a third of the time of x[order]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        dx = dy[ctx.saved_tensors[0]]
+        dx = dy.index_select(0, ctx.saved_tensors[0])
         return dx.unflatten(0, (-1, ctx.k)).sum(1) if ctx.k > 1 else dx, None, None, None
 
 
