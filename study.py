@@ -14,7 +14,8 @@ Does each idea earn its place? Small models that are trained alike but for one t
     --anything=else              a setting of train.py, for all variants: --data=stdlib --n_layer=12 --lr=4e-3
 
 A run is train.py's loop without checkpoints, and a variant is what one would write behind `python train.py`. Every finished run is a line
-of out/study.jsonl, so a study that was stopped goes on, and studies share runs. The data: python data/prepare.py shakespeare.
+of out/study.jsonl, so a study that was stopped goes on, and studies share runs. The data: python data/prepare.py shakespeare, or for narrow
+models, most of which 4,096 tokens would be: … --vocab_size=1024 --name=shakespeare1k, and --data=shakespeare1k here.
 """
 import copy
 import hashlib

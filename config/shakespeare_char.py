@@ -5,7 +5,7 @@
 """
 data = "shakespeare_char"
 
-# the model and the step of config/shakespeare.py; its reasons are there, for the weight decay too
+# the model and the weight decay of config/shakespeare.py; its reasons are there
 intermediate_size = 384
 batch_size = 16
 context = 256

@@ -9,7 +9,7 @@ data = "shakespeare"
 
 # the model and the rate of config/shakespeare.py; its reasons are there
 intermediate_size = 384
-lr = 8e-3
+lr = 1.2e-2
 weight_decay = 1.0
 
 # 4,096 tokens a step throughout: 64 sequences of 64 tokens at first, one of 4,096 at the end

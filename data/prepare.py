@@ -7,7 +7,7 @@ Text to tokens, once, before training.
 
     --name=NAME           of the data set; otherwise shakespeare, stdlib, or the name of the one file or folder
     --tokenizer=bpe       or bytes, gpt2 and other names of tiktoken's, or the path of a ranks file (tokenizer.py says more)
-    --vocab_size=1024     for bpe: the number of tokens, end-of-text counted
+    --vocab_size=4096     for bpe: the number of tokens, end-of-text counted
     --val_fraction=0.1    the last part of the text, by characters, is for validation
 
 It writes data/NAME/, next to this file:
@@ -164,7 +164,7 @@ def write_tokens(path, texts, enc, digest):
         return file.tell() // dtype.itemsize, size
 
 
-def prepare(documents, name, which="bpe", vocab_size=1024, val_fraction=0.1):
+def prepare(documents, name, which="bpe", vocab_size=4096, val_fraction=0.1):
     """Documents -> data/NAME. All is written under other names first, so that a run that fails or is killed leaves no half data set."""
     documents = [(document, len(read(document))) for document in documents]
     documents = [(document, size) for document, size in documents if size]
@@ -238,7 +238,7 @@ def open_tokens(folder, split, meta):
 # ---- the command ----
 
 def main(arguments):
-    options = dict(name="", tokenizer="bpe", vocab_size=1024, val_fraction=0.1)
+    options = dict(name="", tokenizer="bpe", vocab_size=4096, val_fraction=0.1)
     sources, given = [], set()
     for argument in arguments:
         key, equals, value = argument[2:].partition("=")

@@ -194,7 +194,7 @@ def from_tiktoken(name):
     return build(name, enc._pat_str, enc._mergeable_ranks, enc._special_tokens)
 
 
-def make(which, texts=(), vocab_size=1024):
+def make(which, texts=(), vocab_size=4096):
     """bytes | bpe | a name of tiktoken's | a path. `texts` and `vocab_size` are for bpe, which learns from them."""
     if which == "bytes":
         return build("bytes", r"[\s\S]", {bytes([b]): b for b in range(256)}, {END: 256})
