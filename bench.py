@@ -5,7 +5,7 @@ What it costs, measured here. Ratios are of medians, with both sides run in turn
     python bench.py kda          kda_chunk against kda_recurrent, forward + backward; on a GPU the Triton kernels beside other forms
     python bench.py kernels      every Triton kernel compiled for several GPUs, none of which has to be here: registers, spills, shared memory
     python bench.py moe          the grouped experts against a loop over experts
-    python bench.py step         a training step of the quickstart model against a plain GPT of as many active parameters
+    python bench.py step [--setting=…]      a training step of the quickstart model against a plain GPT of as many active parameters
     python bench.py decode       prefill and decode speed against context length
     python bench.py balance      Quantile Balancing against the sign rule, on a router skewed on purpose
     python bench.py profile [config/NAME.py --setting=…]        where the time of a training step goes, by part
@@ -181,8 +181,8 @@ def bench_moe():
           f"loop over experts (aim 4); difference {same:.1e}")
 
 
-def bench_step():
-    given, _ = train.read_arguments(["config/shakespeare.py"])
+def bench_step(*arguments):
+    given, _ = train.read_arguments(["config/shakespeare.py", *arguments])
     sizes = {name: value for name, value in given.items() if name in K3Config.__dataclass_fields__}
     config, batch, context = K3Config(**sizes), given.get("batch_size", train.Settings.batch_size), given.get("context", train.Settings.context)
     k3 = K3(config)
@@ -198,7 +198,7 @@ def bench_step():
         if model is k3:
             model.update_router_bias()
     ours, plain = in_turn(10, lambda: step(k3, k3_optimizer), lambda: step(gpt, gpt_optimizer))
-    print(f"a step of config/shakespeare.py, {batch} × {context} tokens, {k3.num_active_params():,} active parameters, against a plain GPT with "
+    print(f"a step of {' '.join(['config/shakespeare.py', *arguments])}, {batch} × {context} tokens, {k3.num_active_params():,} active parameters, against a plain GPT with "
           f"{gpt.num_active_params():,} (MLP width {gpt.layers[0]['up'].out_features}): {ours / plain:.2f} times as long "
           f"(aim 1.6); {ours * 1e3:.0f} and {plain * 1e3:.0f} ms")
 
@@ -465,12 +465,13 @@ if __name__ == "__main__":
         if name in STUDIES:
             STUDIES[name](rest)
             sys.exit()
-        unknown = [n for n in sys.argv[1:] if n not in BENCHES and name != "profile"]
+        with_settings = name == "profile" or name == "step" and rest and rest[0].startswith("--")
+        unknown = [n for n in sys.argv[1:] if n not in BENCHES and not with_settings]
         if unknown:
             raise ValueError(f"no bench {unknown[0]}; there are: {', '.join([*BENCHES, *STUDIES])}")
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-        if name == "profile":
-            bench_profile(*rest)
+        if with_settings:
+            BENCHES[name](*rest)
             sys.exit()
         for name in sys.argv[1:] or BENCHES:
             BENCHES[name]()

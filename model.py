@@ -32,7 +32,7 @@ from moe import LatentMoE, SiTUGLU, load_figures
 @dataclass
 class K3Config:
     """Sizes of a model. The defaults are the small one that a laptop trains. Names are nanoGPT's, then the released config's."""
-    vocab_size: int = 4096
+    vocab_size: int = 4096                 # what data/prepare.py makes unless told otherwise
     n_layer: int = 4
     n_embd: int = 128
     n_head: int = 4                        # of KDA and of MLA

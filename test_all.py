@@ -6,6 +6,7 @@ import base64
 import copy
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
 import multiprocessing
@@ -2618,6 +2619,16 @@ def test_needles(house, monkeypatch, capsys):
     assert "needle found after   16: " in out and "of 4" in out and "256 to 1,024" in out
     with pytest.raises(ValueError, match="--reach=1048576"):
         study.long(["--data=epic", "--size=16", "--tokens=512", "--only=k3", "--reach=1048576", "--batch_size=2"])
+
+
+def test_step_against_gpt(capsys):
+    """Both models have about as many active parameters; and the vocabulary it takes without data is the one that prepare.py makes."""
+    bench.bench_step(*(f"--{name}={value}" for name, value in TINY.items()), "--batch_size=1", "--context=16")
+    out = capsys.readouterr().out
+    ours, plain = (int(n.replace(",", "")) for n in regex.findall(r"([\d,]+) active parameters, against a plain GPT with ([\d,]+)", out)[0])
+    assert ", 1 × 16 tokens, " in out and abs(plain / ours - 1) < 0.01
+    made = [inspect.signature(f).parameters["vocab_size"].default for f in (prepare.prepare, tokenizer.make)]
+    assert made == [K3Config().vocab_size] * 2 and f"--vocab_size={K3Config().vocab_size} " in prepare.__doc__
 
 
 def test_profile(capsys):
