@@ -198,8 +198,8 @@ def bench_step(*arguments):
         if model is k3:
             model.update_router_bias()
     ours, plain = in_turn(10, lambda: step(k3, k3_optimizer), lambda: step(gpt, gpt_optimizer))
-    print(f"a step of {' '.join(['config/shakespeare.py', *arguments])}, {batch} × {context} tokens, {k3.num_active_params():,} active parameters, against a plain GPT with "
-          f"{gpt.num_active_params():,} (MLP width {gpt.layers[0]['up'].out_features}): {ours / plain:.2f} times as long "
+    print(f"a step of {' '.join(['config/shakespeare.py', *arguments])}, {batch} × {context} tokens, {k3.num_active_params():,} active parameters, "
+          f"against a plain GPT with {gpt.num_active_params():,} (MLP width {gpt.layers[0]['up'].out_features}): {ours / plain:.2f} times as long "
           f"(aim 1.6); {ours * 1e3:.0f} and {plain * 1e3:.0f} ms")
 
 
@@ -465,16 +465,14 @@ if __name__ == "__main__":
         if name in STUDIES:
             STUDIES[name](rest)
             sys.exit()
-        with_settings = name == "profile" or name == "step" and rest and rest[0].startswith("--")
-        unknown = [n for n in sys.argv[1:] if n not in BENCHES and not with_settings]
+        settings = rest if name == "profile" or name == "step" and rest and rest[0].startswith("--") else []
+        names = [name] if settings else sys.argv[1:] or list(BENCHES)
+        unknown = [n for n in names if n not in BENCHES]
         if unknown:
             raise ValueError(f"no bench {unknown[0]}; there are: {', '.join([*BENCHES, *STUDIES])}")
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-        if with_settings:
-            BENCHES[name](*rest)
-            sys.exit()
-        for name in sys.argv[1:] or BENCHES:
-            BENCHES[name]()
+        for name in names:
+            BENCHES[name](*settings)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@
 
 Every part of K3 is in it: three KDA layers and one MLA layer, two layers to an AttnRes block, one dense MLP and three with 16 experts.
 """
-data = "shakespeare"            # BPE of 4,096 tokens, 3.3 bytes each: 1,024 and 8,192 end higher after the same time
+data = "shakespeare"            # BPE of 4,096 tokens, 3.4 bytes each: 1,024 and 8,192 end higher after the same time
 
 # sizes: the defaults of K3Config (128 wide, 4 layers, 4 heads of 32); only the dense layer is made as wide as its cost allows
 intermediate_size = 384

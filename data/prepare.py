@@ -164,7 +164,7 @@ def write_tokens(path, texts, enc, digest):
         return file.tell() // dtype.itemsize, size
 
 
-def prepare(documents, name, which="bpe", vocab_size=4096, val_fraction=0.1):
+def prepare(documents, name, which="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fraction=0.1):
     """Documents -> data/NAME. All is written under other names first, so that a run that fails or is killed leaves no half data set."""
     documents = [(document, len(read(document))) for document in documents]
     documents = [(document, size) for document, size in documents if size]
@@ -238,7 +238,7 @@ def open_tokens(folder, split, meta):
 # ---- the command ----
 
 def main(arguments):
-    options = dict(name="", tokenizer="bpe", vocab_size=4096, val_fraction=0.1)
+    options = dict(name="", tokenizer="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fraction=0.1)
     sources, given = [], set()
     for argument in arguments:
         key, equals, value = argument[2:].partition("=")

@@ -24,6 +24,7 @@ from pathlib import Path
 import tiktoken
 
 END = "<|endoftext|>"
+VOCAB_SIZE = 4096      # of a BPE, unless told otherwise; K3Config has the same
 # Letters with one leading mark, digits by three, punctuation with its line ends, blanks (GPT-4's). Training and use both take it from here.
 PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -194,7 +195,7 @@ def from_tiktoken(name):
     return build(name, enc._pat_str, enc._mergeable_ranks, enc._special_tokens)
 
 
-def make(which, texts=(), vocab_size=4096):
+def make(which, texts=(), vocab_size=VOCAB_SIZE):
     """bytes | bpe | a name of tiktoken's | a path. `texts` and `vocab_size` are for bpe, which learns from them."""
     if which == "bytes":
         return build("bytes", r"[\s\S]", {bytes([b]): b for b in range(256)}, {END: 256})
