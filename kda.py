@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, exchange, fp32, kernels, linears
+from ops import RMSNorm, exchange, fp32, kernels, linears
 
 LOG2E = math.log2(math.e)
 TILE = 16            # rows that share one exponent anchor: with g ≥ −5.9 a tile spans at most e^(15·5.9) < 2^128 …

@@ -30,6 +30,9 @@ kernels move 1,028 + 384 (scores, its columns' re-reads from L2 not counted), 1,
 """
 import math
 import os
+import re
+import subprocess
+import tempfile
 
 import torch
 import triton
@@ -328,10 +331,13 @@ class _Chunks:
         first = state.reshape(M, K, V)
         if segments > 1:
             # segment by segment, all at once: S ↦ S̃ + P S, with S̃ from a zero state (`ends`), and P from the identity without values (`through`)
-            from kda import compose                                        # here, as kda.py imports this file
             ends = run(U0, first.new_zeros(M * segments, K, V), None, None, V).view(M, segments, K, V)
             through = run(None, torch.eye(K, device=q.device).repeat(M * segments, 1, 1), None, None, K).view(M, segments, K, K)
-            first = compose(through.transpose(0, 1), ends.transpose(0, 1), first)[:-1].transpose(0, 1).reshape(M * segments, K, V)
+            entering = [first]
+            with torch.autocast(q.device.type, enabled=False):             # states stay in fp32
+                for s in range(segments - 1):
+                    entering.append(ends[:, s] + through[:, s] @ entering[-1])
+            first = torch.stack(entering, dim=1).reshape(M * segments, K, V)
         self.last = run(U0, first, self.U, self.entering, V).view(M, segments, K, V)[:, -1].reshape(B, H, K, V).contiguous()
 
     def launch(self, kernel, grid, *arguments, **more):
@@ -594,6 +600,47 @@ class _Mix(torch.autograd.Function):
 mix = _Mix.apply                                                           # u (d), eps, sources (..., d) each → (..., d)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What the compiler says, without a GPU
+
+def report():
+    """Every kernel at its default, bf16, for K = V = 64 and 128 and rows of d = 1024, and what ptxas says of it. Those that hold all
+    of K at once also for 256 in fp32, which has to fit, and may spill."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    kinds = dict(b="*bf16", f="*fp32", i="i32", s="fp32", n=None, t=("*bf16",) * 4)
+    all_kernels = [                                                        # a kernel or its tuned form, and its arguments' kinds
+        (_scores, "bbffbfiiiis"), (_solve, "bbbfffbbbbbfiiiiis"), (_states, "bbbffbbfiii"), (_output, "bbbbbiiiii"),
+        (_dstates, "bbbbfbfbbfiiiii"), (_dsolve, "bfbbbbfffiiii"), (_dinputs, "bbfbbbbbffbbfiiiiis"), (decode, "bbbfffbiis"),
+        (situ_kernel, "bbnbbbiiiiss"), (mix_forward, "bstbfii"), (mix_backward, "bstbftfii")]
+    targets = [(GPUTarget("cuda", sm, 32), limit) for sm, limit in ((80, 163), (89, 99), (90, 227), (100, 227))] + [(GPUTarget("hip", "gfx942", 64), 64)]
+    print(f"triton {triton.__version__}, bf16, 256: fp32; registers and spilled bytes of a thread, KB of shared memory a block")
+    for kernel, letters in all_kernels:
+        config = kernel.configs[0] if hasattr(kernel, "configs") else triton.Config(dict(BV=32), num_warps=4, num_stages=2)
+        kernel = kernel.fn if hasattr(kernel, "configs") else kernel
+        for D in (64, 128, 256) if "KP" in kernel.arg_names else (64, 128):
+            types = {name: kinds[letter if D < 256 else letter.replace("b", "f")] for name, letter in zip(kernel.arg_names, letters)}
+            line = f"{kernel.__name__:12s} K = V = {D:3d}"
+            for target, limit in targets:
+                known = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT="ieee" if target.backend == "hip" else "tf32" if D < 256 else "tf32x3", **config.kwargs)
+                known = {name: known.get(name) for name in kernel.arg_names if types.get(name) is None}
+                signature = types | dict.fromkeys(known, "constexpr")
+                aligned = {(n,): [["tt.divisibility", 16]] for n, (name, kind) in enumerate(types.items())
+                           if kind in ("*bf16", "*fp32") or name in ("K", "V", "width", "d")}
+                try:
+                    built = triton.compile(ASTSource(kernel, signature, known, aligned), target, dict(num_warps=config.num_warps, num_stages=config.num_stages))
+                except RuntimeError:                                       # triton 3.6 cannot make `solve` for gfx942, 3.7 can
+                    line += f" | {target.arch}: this triton fails"
+                    continue
+                line += f" | {target.arch}: {built.metadata.shared / 1024:.0f} KB" + " TOO MUCH" * (built.metadata.shared > limit * 1024)
+                if target.backend == "cuda":
+                    with tempfile.NamedTemporaryFile(suffix=".cubin", buffering=0) as file:
+                        file.write(built.asm["cubin"])
+                        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+                        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+                    line += ", {} registers, {} spilled".format(*re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+            print(line, flush=True)
+
+
 if __name__ == "__main__":
-    from bench import bench_kernels                                        # here, as bench.py imports this file
-    bench_kernels()
+    report()

@@ -16,224 +16,19 @@ softmax attention over compressed latents. Neither knows positions. The MLP is a
 """
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 import muon
-from attnres import Mix, RMSNorm, Stream, exchange, fp32, linears
+import weights
+from attnres import Mix, Stream
 from kda import KDA
+from mla import GatedMLA, largest_logit  # noqa: F401 (largest_logit: for those who import it from here)
 from moe import LatentMoE, SiTUGLU, load_figures
-
-
-@dataclass
-class K3Config:
-    """Sizes of a model. The defaults are the small one that a laptop trains. Names are nanoGPT's, then the released config's."""
-    vocab_size: int = 4096                 # what data/prepare.py makes unless told otherwise
-    n_layer: int = 4
-    n_embd: int = 128
-    n_head: int = 4                        # of KDA and of MLA
-    # attention: which layers are MLA, counted from 1; all others are KDA
-    mla_every: int = 4                     # every so many, and the last; 0: none (for study)
-    full_attn_layers: tuple = ()           # or listed one by one; the last layer must be among them
-    kda_key_dim: int = 0                   # K and V of the state; 0: n_embd / n_head
-    kda_value_dim: int = 0
-    conv_size: int = 4
-    g_min: float = -5.0                    # the log decay's lower bound
-    kda_gate: str = "sigmoid"              # or "softplus": Kimi Linear's, unbounded but for a floor at g_min (for study)
-    q_lora_rank: int = 64
-    kv_lora_rank: int = 48                 # + rope: what MLA caches for a token
-    qk_nope_head_dim: int = 24
-    qk_rope_head_dim: int = 8              # the slice of q and k that is shared by all heads; nothing is rotated
-    v_head_dim: int = 32
-    # MLP
-    first_k_dense_replace: int = 1         # dense layers at the start
-    intermediate_size: int = 512           # of a dense layer
-    num_experts: int = 16
-    num_experts_per_token: int = 2
-    num_shared_experts: int = 2            # one MLP of that many times moe_intermediate_size
-    moe_intermediate_size: int = 64
-    routed_expert_hidden_size: int = 64    # the latent ℓ; 0: none, experts read and write all n_embd (for study)
-    latent_norm: bool = True               # RMSNorm of what the experts give; False: none (for study)
-    routed_scaling_factor: float = 1.0
-    situ_beta: float = 4.0                 # None: no limit on the gate; both None: SwiGLU
-    situ_linear_beta: float = 25.0         # None: no limit on the up branch
-    balance: str = "quantile"              # of the router; or "sign": DeepSeek's rule, ±0.001 a step, or "none" (both for study)
-    router_bias_ema: float = 0.0           # how much of the old router bias an update keeps
-    qat: str = ""                          # "mxfp4": routed experts are rounded to MXFP4 in every forward, to be kept in it later
-    # attention residuals
-    attn_res: str = "block"                # or "full": a block per layer part, or "none": x + f(x) (both for study)
-    attn_res_block_size: int = 2           # layers a block
-    rms_norm_eps: float = 1e-5
-
-    @classmethod
-    def k3(cls):
-        """The released model: 2.78T parameters, 104B of them active for a token."""
-        return cls(vocab_size=163840, n_layer=93, n_embd=7168, n_head=96, full_attn_layers=(*range(4, 93, 4), 93),
-                   kda_key_dim=128, kda_value_dim=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-                   v_head_dim=128, intermediate_size=33792, num_experts=896, num_experts_per_token=16, num_shared_experts=2,
-                   moe_intermediate_size=3072, routed_expert_hidden_size=3584, attn_res_block_size=12)
-
-    def __post_init__(self):
-        def rule(holds, name, what):
-            if not holds:
-                raise ValueError(f"config: {name} = {getattr(self, name)!r}; {what}")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type is int:
-                rule(isinstance(value, int) and not isinstance(value, bool), f.name, "expected a whole number")
-                may_be_zero = f.name in ("mla_every", "kda_key_dim", "kda_value_dim", "first_k_dense_replace", "qk_rope_head_dim",
-                                         "routed_expert_hidden_size")
-                rule(value >= (0 if may_be_zero else 1), f.name, f"must be at least {0 if may_be_zero else 1}")
-        if not (self.kda_key_dim and self.kda_value_dim):
-            rule(self.n_embd % self.n_head == 0, "n_head",
-                 f"must divide n_embd = {self.n_embd}, or kda_key_dim and kda_value_dim must be given")
-            self.kda_key_dim = self.kda_key_dim or self.n_embd // self.n_head
-            self.kda_value_dim = self.kda_value_dim or self.n_embd // self.n_head
-        rule(-5.9 <= self.g_min < 0, "g_min", "must lie in [-5.9, 0): below that the 16-row tiles of KDA leave fp32")
-        layers = self.full_attn_layers = tuple(self.full_attn_layers)
-        rule(all(type(i) is int for i in layers) and sorted(set(layers)) == list(layers) and all(1 <= i <= self.n_layer for i in layers), "full_attn_layers",
-             f"must be ascending numbers from 1 to n_layer = {self.n_layer}")
-        rule(not layers or layers[-1] == self.n_layer, "full_attn_layers", f"must end with the last layer, {self.n_layer}")
-        rule(self.first_k_dense_replace <= self.n_layer, "first_k_dense_replace", f"must be at most n_layer = {self.n_layer}")
-        rule(self.num_experts_per_token <= self.num_experts, "num_experts_per_token", f"must be at most num_experts = {self.num_experts}")
-        for name in ("moe_intermediate_size", "routed_expert_hidden_size"):
-            rule(getattr(self, name) % 8 == 0, name, "must be a multiple of 8: grouped matrix products want rows of 16 bytes")
-            rule(not self.qat or getattr(self, name) % 32 == 0, name, "must be a multiple of 32, the block of MXFP4, with qat")
-        rule(self.qat in ("", "mxfp4"), "qat", "must be 'mxfp4', or '' for none")
-        for name, words in dict(attn_res=("block", "full", "none"), kda_gate=("sigmoid", "softplus"), balance=("quantile", "sign", "none")).items():
-            rule(getattr(self, name) in words, name, f"must be one of {', '.join(map(repr, words))}")
-        rule(type(self.latent_norm) is bool, "latent_norm", "must be True or False")
-        if not self.routed_expert_hidden_size:
-            rule(not self.latent_norm, "latent_norm", "must be False with routed_expert_hidden_size = 0: there is no latent to norm")
-            rule(not self.qat, "qat", "must be '' with routed_expert_hidden_size = 0: MXFP4 is for experts in a latent")
-        rule(0 <= self.router_bias_ema < 1, "router_bias_ema", "must lie in [0, 1)")
-        rule(self.situ_beta is None or self.situ_beta > 0, "situ_beta", "must be positive, or None for no limit")
-        rule(self.situ_linear_beta is None or self.situ_linear_beta > 0, "situ_linear_beta", "must be positive, or None for no limit")
-
-    def is_mla(self, i):
-        """Whether layer i, counted from 0, is Gated MLA."""
-        if self.full_attn_layers:
-            return i + 1 in self.full_attn_layers
-        return self.mla_every > 0 and ((i + 1) % self.mla_every == 0 or i + 1 == self.n_layer)
-
-
-class GatedMLA(nn.Module):
-    """
-    Multi-head latent attention without positions, with an output gate (§2.1.2). What is kept of a token is one latent c and one key
-    slice k_shared for all heads; keys and values of a head are read out of c by W_kvb.
-
-        q = W_qb RMSNorm(W_qa x)                      per head: nope + rope
-        [c, k_shared] = W_kva x;  c ← RMSNorm(c)      kv_lora_rank + rope numbers: this is what the cache holds
-        [k_nope, v] = W_kvb c                         per head: nope + V
-        k = [k_nope, k_shared]                        "rope" is only a name here
-        y = W_o [sigmoid(W_g x) ⊙ softmax(q kᵀ / √(nope + rope), causal) v]
-
-    x (B, T, d) → (B, T, d). cache: a dict from new_cache, updated in place.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        d, self.H = config.n_embd, config.n_head
-        self.nope, self.rope, self.V, self.R = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank
-        self.q_a_proj = nn.Linear(d, config.q_lora_rank, bias=False)
-        self.q_a_layernorm = RMSNorm(config.q_lora_rank, 1e-6)
-        self.q_b_proj = nn.Linear(config.q_lora_rank, self.H * (self.nope + self.rope), bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(d, self.R + self.rope, bias=False)
-        self.kv_a_layernorm = RMSNorm(self.R, 1e-6)
-        self.kv_b_proj = nn.Linear(self.R, self.H * (self.nope + self.V), bias=False)
-        self.g_proj = nn.Linear(d, self.H * self.V, bias=False)
-        self.o_proj = nn.Linear(self.H * self.V, d, bias=False)
-        self.register_buffer("max_logit", torch.full((self.H,), -torch.inf), persistent=False)      # of the step, for QK-Clip
-        self.context_group = None                  # of the ranks that hold one sequence between them; train.py sets it
-
-    def new_cache(self, batch_size):
-        return dict(latents=self.o_proj.weight.new_zeros(batch_size, 0, self.R + self.rope), length=0)
-
-    def forward(self, x, cache=None):
-        B, T, _ = x.shape
-        q, c, z = linears(x, self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
-        q = self.q_b_proj(self.q_a_layernorm(q)).view(B, T, self.H, self.nope + self.rope)
-        c, k_shared = c.split([self.R, self.rope], dim=-1)
-        c = self.kv_a_layernorm(c)                                         # (B, T, R)
-        if self.context_group:
-            c, k_shared = self.latents_before(torch.cat([c, k_shared], dim=-1)).split([self.R, self.rope], dim=-1)     # (B, S, ·), S ≥ T
-        past = cache["length"] if cache else 0
-        if cache:
-            self.append(cache, torch.cat([c, k_shared], dim=-1))
-        o = self.absorbed(q, cache["latents"][:, :past + T]) if past else self.expanded(q, c, k_shared)
-        return self.o_proj(z.sigmoid() * o.flatten(2))
-
-    def latents_before(self, latents):
-        """Context parallelism: latents (B, T, R + rope) go to this rank and all later ones → those from the start of the sequence on, (B, S, R + rope)."""
-        rank, C = self.context_group.rank(), self.context_group.size()
-        receive, send = [int(r <= rank) for r in range(C)], [int(r >= rank) for r in range(C)]
-        got = exchange(latents.expand(sum(send), *latents.shape), send, receive, self.context_group)        # (rank + 1, B, T, ·)
-        return torch.cat(got.unbind(0), dim=1)
-
-    def expanded(self, q, c, k_shared):
-        """The definition, for a sequence from its start: keys and values of every head. q's T tokens are the last of c's S. → (B, T, H, V)."""
-        (B, T, H, _), S = q.shape, c.shape[1]
-        k, v = self.kv_b_proj(c).view(B, S, H, self.nope + self.V).split([self.nope, self.V], dim=-1)
-        k = torch.cat([k, k_shared.unsqueeze(2).expand(B, S, H, self.rope)], dim=-1)
-        if self.training and torch.is_grad_enabled():
-            largest = largest_logit(q.detach(), k.detach())
-            self.max_logit.copy_(torch.maximum(self.max_logit, largest))
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                   # (B, H, T or S, ·)
-        if S > T:                                                          # the diagonal ends at the last key, where is_causal starts it at the first
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(T, S)).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    def absorbed(self, q, latents):
-        """
-        The same against cached latents (B, S, R + rope), of which q's T tokens are the last. W_kvb moves over to the query and to the
-        output, q·(W_k c) = (W_kᵀ q)·c, so a cached token costs R + rope products a head and is never expanded. → (B, T, H, V).
-        """
-        T, S = q.shape[1], latents.shape[1]
-        w_k, w_v = self.kv_b_proj.weight.to(q.dtype).view(self.H, self.nope + self.V, self.R).split([self.nope, self.V], dim=1)
-        q_latent = torch.einsum("bthn,hnr->bthr", q[..., :self.nope], w_k)
-        q = torch.cat([q_latent, q[..., self.nope:]], dim=-1) * (self.nope + self.rope) ** -0.5     # (B, T, H, R + rope)
-        o = []
-        for start in range(0, T, 256):                                     # so that (T, S) logits never exist at once
-            logits = fp32(torch.einsum("bthr,bsr->bhts", q[:, start:start + 256], latents))
-            if T > 1:
-                future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(S - T + start + 1)
-                logits = logits.masked_fill(future, -torch.inf)
-            o.append(torch.einsum("bhts,bsr->bthr", logits.softmax(-1).to(q.dtype), latents[..., :self.R]))
-        return torch.einsum("bthr,hvr->bthv", torch.cat(o, dim=1), w_v)
-
-    @staticmethod
-    def append(cache, new):
-        """Latents live in a buffer that doubles when it is full, so a token costs no copy of all the earlier ones."""
-        length = cache["length"] + new.shape[1]
-        if length > cache["latents"].shape[1]:
-            grown = new.new_empty(new.shape[0], max(length, 2 * cache["latents"].shape[1]), new.shape[2])
-            grown[:, :cache["length"]] = cache["latents"][:, :cache["length"]]
-            cache["latents"] = grown
-        cache["latents"][:, cache["length"]:length] = new.detach()
-        cache["length"] = length
-
-
-@torch.no_grad()
-def largest_logit(q, k, tau=100.0):
-    """
-    q (B, T, H, D), k (B, S, H, D), q's tokens being the last of k's → (H): the largest causal logit of each head. |q||k| bounds it; where no
-    bound exceeds tau nothing will be clipped, the exact maximum does not matter, and the bounds are returned.
-    """
-    scale = q.shape[-1] ** -0.5
-    bound = q.norm(dim=-1).amax((0, 1)) * k.norm(dim=-1).amax((0, 1)) * scale
-    if bound.max() <= tau:
-        return bound
-    T, past = q.shape[1], k.shape[1] - q.shape[1]
-    largest = torch.full_like(bound, -torch.inf)
-    for start in range(0, T, 256):                                         # so that (T, S) logits never exist at once
-        logits = torch.einsum("bthd,bshd->bhts", q[:, start:start + 256], k[:, :past + start + 256]).float() * scale
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(past + start + 1)
-        largest = torch.maximum(largest, logits.masked_fill(future, -torch.inf).amax((0, 2, 3)))
-    return largest
+from ops import RMSNorm, fp32
 
 
 class Layer(nn.Module):
@@ -454,15 +249,18 @@ class K3(nn.Module):
         A folder as K3 is released: config.json and safetensors → K3 in eval mode. dtype: torch.float32 or torch.bfloat16, None for the file's own.
         training: fields of K3Config that a released config does not have (qat, router_bias_ema). What is read and refused: weights.py.
         """
-        import weights                             # above this file, hence not at the top
-        return weights.load(folder, dtype, device, **training)
+        config = K3Config.from_released(folder)
+        stored_dtype, found = weights.read_folder(folder, config)
+        with torch.device("meta"):
+            model = cls(replace(config, **training))
+        weights.fill(model, folder, found, dtype or stored_dtype, device)
+        return model.eval()
 
     def save_pretrained(self, folder, dtype=None, experts=None, tokenizer=None):
         """
         The way back: config.json, safetensors, generation_config.json, and the tokenizer (self.tokenizer, or the one given). dtype: None for the
         model's own. experts: "mxfp4" or "plain", None for mxfp4 if the model was trained for it.
         """
-        import weights
         weights.save(self, folder, dtype, experts, tokenizer)
 
     # ---- counting it
@@ -510,11 +308,116 @@ def sample_token(logits, temperature, top_k, top_p):
     return torch.multinomial(logits.softmax(-1), 1)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Sizes, and the rules between them
+
+@dataclass
+class K3Config:
+    """Sizes of a model. The defaults are the small one that a laptop trains. Names are nanoGPT's, then the released config's."""
+    vocab_size: int = 4096                 # what data/prepare.py makes unless told otherwise
+    n_layer: int = 4
+    n_embd: int = 128
+    n_head: int = 4                        # of KDA and of MLA
+    # attention: which layers are MLA, counted from 1; all others are KDA
+    mla_every: int = 4                     # every so many, and the last; 0: none (for study)
+    full_attn_layers: tuple = ()           # or listed one by one; the last layer must be among them
+    kda_key_dim: int = 0                   # K and V of the state; 0: n_embd / n_head
+    kda_value_dim: int = 0
+    conv_size: int = 4
+    g_min: float = -5.0                    # the log decay's lower bound
+    kda_gate: str = "sigmoid"              # or "softplus": Kimi Linear's, unbounded but for a floor at g_min (for study)
+    q_lora_rank: int = 64
+    kv_lora_rank: int = 48                 # + rope: what MLA caches for a token
+    qk_nope_head_dim: int = 24
+    qk_rope_head_dim: int = 8              # the slice of q and k that is shared by all heads; nothing is rotated
+    v_head_dim: int = 32
+    # MLP
+    first_k_dense_replace: int = 1         # dense layers at the start
+    intermediate_size: int = 512           # of a dense layer
+    num_experts: int = 16
+    num_experts_per_token: int = 2
+    num_shared_experts: int = 2            # one MLP of that many times moe_intermediate_size
+    moe_intermediate_size: int = 64
+    routed_expert_hidden_size: int = 64    # the latent ℓ; 0: none, experts read and write all n_embd (for study)
+    latent_norm: bool = True               # RMSNorm of what the experts give; False: none (for study)
+    routed_scaling_factor: float = 1.0
+    situ_beta: float = 4.0                 # None: no limit on the gate; both None: SwiGLU
+    situ_linear_beta: float = 25.0         # None: no limit on the up branch
+    balance: str = "quantile"              # of the router; or "sign": DeepSeek's rule, ±0.001 a step, or "none" (both for study)
+    router_bias_ema: float = 0.0           # how much of the old router bias an update keeps
+    qat: str = ""                          # "mxfp4": routed experts are rounded to MXFP4 in every forward, to be kept in it later
+    # attention residuals
+    attn_res: str = "block"                # or "full": a block per layer part, or "none": x + f(x) (both for study)
+    attn_res_block_size: int = 2           # layers a block
+    rms_norm_eps: float = 1e-5
+
+    @classmethod
+    def k3(cls):
+        """The released model: 2.78T parameters, 104B of them active for a token."""
+        return cls(vocab_size=163840, n_layer=93, n_embd=7168, n_head=96, full_attn_layers=(*range(4, 93, 4), 93),
+                   kda_key_dim=128, kda_value_dim=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                   v_head_dim=128, intermediate_size=33792, num_experts=896, num_experts_per_token=16, num_shared_experts=2,
+                   moe_intermediate_size=3072, routed_expert_hidden_size=3584, attn_res_block_size=12)
+
+    @classmethod
+    def from_released(cls, folder):
+        """The sizes in a released folder's config.json. Errors: ValueError with the name that config.json has for it."""
+        given = weights.read_config(folder)
+        try:
+            return cls(**given)
+        except ValueError as error:
+            raise ValueError(weights.in_released_words(folder, error)) from None
+
+    def __post_init__(self):
+        def rule(holds, name, what):
+            if not holds:
+                raise ValueError(f"config: {name} = {getattr(self, name)!r}; {what}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type is int:
+                rule(isinstance(value, int) and not isinstance(value, bool), f.name, "expected a whole number")
+                may_be_zero = f.name in ("mla_every", "kda_key_dim", "kda_value_dim", "first_k_dense_replace", "qk_rope_head_dim",
+                                         "routed_expert_hidden_size")
+                rule(value >= (0 if may_be_zero else 1), f.name, f"must be at least {0 if may_be_zero else 1}")
+        if not (self.kda_key_dim and self.kda_value_dim):
+            rule(self.n_embd % self.n_head == 0, "n_head",
+                 f"must divide n_embd = {self.n_embd}, or kda_key_dim and kda_value_dim must be given")
+            self.kda_key_dim = self.kda_key_dim or self.n_embd // self.n_head
+            self.kda_value_dim = self.kda_value_dim or self.n_embd // self.n_head
+        rule(-5.9 <= self.g_min < 0, "g_min", "must lie in [-5.9, 0): below that the 16-row tiles of KDA leave fp32")
+        layers = self.full_attn_layers = tuple(self.full_attn_layers)
+        rule(all(type(i) is int for i in layers) and sorted(set(layers)) == list(layers) and all(1 <= i <= self.n_layer for i in layers), "full_attn_layers",
+             f"must be ascending numbers from 1 to n_layer = {self.n_layer}")
+        rule(not layers or layers[-1] == self.n_layer, "full_attn_layers", f"must end with the last layer, {self.n_layer}")
+        rule(self.first_k_dense_replace <= self.n_layer, "first_k_dense_replace", f"must be at most n_layer = {self.n_layer}")
+        rule(self.num_experts_per_token <= self.num_experts, "num_experts_per_token", f"must be at most num_experts = {self.num_experts}")
+        for name in ("moe_intermediate_size", "routed_expert_hidden_size"):
+            rule(getattr(self, name) % 8 == 0, name, "must be a multiple of 8: grouped matrix products want rows of 16 bytes")
+            rule(not self.qat or getattr(self, name) % 32 == 0, name, "must be a multiple of 32, the block of MXFP4, with qat")
+        rule(self.qat in ("", "mxfp4"), "qat", "must be 'mxfp4', or '' for none")
+        for name, words in dict(attn_res=("block", "full", "none"), kda_gate=("sigmoid", "softplus"), balance=("quantile", "sign", "none")).items():
+            rule(getattr(self, name) in words, name, f"must be one of {', '.join(map(repr, words))}")
+        rule(type(self.latent_norm) is bool, "latent_norm", "must be True or False")
+        if not self.routed_expert_hidden_size:
+            rule(not self.latent_norm, "latent_norm", "must be False with routed_expert_hidden_size = 0: there is no latent to norm")
+            rule(not self.qat, "qat", "must be '' with routed_expert_hidden_size = 0: MXFP4 is for experts in a latent")
+        rule(0 <= self.router_bias_ema < 1, "router_bias_ema", "must lie in [0, 1)")
+        rule(self.situ_beta is None or self.situ_beta > 0, "situ_beta", "must be positive, or None for no limit")
+        rule(self.situ_linear_beta is None or self.situ_linear_beta > 0, "situ_linear_beta", "must be positive, or None for no limit")
+
+    def is_mla(self, i):
+        """Whether layer i, counted from 0, is Gated MLA."""
+        if self.full_attn_layers:
+            return i + 1 in self.full_attn_layers
+        return self.mla_every > 0 and ((i + 1) % self.mla_every == 0 or i + 1 == self.n_layer)
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("expected: python model.py FOLDER, a folder as K3 is released (config.json and *.safetensors)")
-    from weights import describe
     try:
-        describe(sys.argv[1])
+        with torch.device("meta"):
+            model = K3(K3Config.from_released(sys.argv[1])).bfloat16()
+        weights.describe(model, sys.argv[1])
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from attnres import RMSNorm, exchange, fp32, kernels, linears, triton_takes
+from ops import RMSNorm, exchange, fp32, kernels, linears, triton_takes
 
 
 # ----------------------------------------------------------------------------------------------------------------------

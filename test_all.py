@@ -32,17 +32,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import attnres
-import bench
 import kda
-import look
 import model
 import moe
 import muon
+import ops
 import sample as sample_py
-import study
 import train
 import weights
 from data import prepare, tokenizer
+from lab import bench, look, study
 from model import K3, K3Config
 
 torch.set_num_threads(1)                                                 # for tiny models, threads cost more than they bring
@@ -83,9 +82,9 @@ def gradients(f, inputs, weights):
 def test_rms_norm():
     torch.manual_seed(0)
     x, w = torch.randn(5, 7, 48) * 3, torch.rand(48) + 0.5
-    norm = attnres.RMSNorm(48)
+    norm = ops.RMSNorm(48)
     weights = [torch.randn(5, 7, 48)]
-    ours = gradients(lambda x, w: attnres._RMSNorm.apply(x, w, norm.eps), [x, w], weights)
+    ours = gradients(lambda x, w: ops._RMSNorm.apply(x, w, norm.eps), [x, w], weights)
     truth = gradients(lambda x, w: F.rms_norm(x, (48,), w, norm.eps), [x.double(), w.double()], weights)
     assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
     assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
@@ -2455,7 +2454,7 @@ def test_sample_and_fine_tune_released_weights(house, monkeypatch, capsys):
     assert run_train(house, "--steps=3", "--out_dir=out/w", "--lr=0.02", *sizes).returncode == 0
     monkeypatch.chdir(house)
     monkeypatch.setattr(prepare, "HERE", house / "data")
-    weights.main(["out/w", "released"])
+    weights.main(["out/w", "released"], sample_py.load_model)
     assert "wrote released: config.json, generation_config.json, model.safetensors, tiktoken.model" in capsys.readouterr().out
     assert json.loads(Path("released/config.json").read_text())["text_config"]["quantization_config"]         # qat decided
     texts = []
@@ -2492,21 +2491,23 @@ def test_sample_and_fine_tune_released_weights(house, monkeypatch, capsys):
             sample_py.main(["--device=cpu", *arguments])
     for arguments, word in [(["out/w"], "expected: python weights.py"), (["out/w", "x", "--dtype=int8"], "expected: python weights.py"), (["out/w", "x", "--fast"], "unknown option")]:
         with pytest.raises(ValueError, match=word):
-            weights.main(arguments)
-    refused(subprocess.run([sys.executable, "model.py", "absent"], capture_output=True, text=True), "no config.json in absent")
+            weights.main(arguments, sample_py.load_model)
+    refused(subprocess.run([sys.executable, "model.py", "absent"], capture_output=True, text=True), "no folder absent")
 
 
 def test_describe(tmp_path, capsys, monkeypatch):
     k3 = weights.released_config(K3Config.k3(), torch.bfloat16, "mxfp4", {})
     (tmp_path / "config.json").write_text(json.dumps(k3))                  # the released model, without its weights
-    assert K3Config.k3() == dataclasses.replace(weights.read_config(tmp_path)[0], mla_every=4)
+    assert K3Config.k3() == dataclasses.replace(K3Config.from_released(tmp_path), mla_every=4)
     monkeypatch.setattr(sys, "argv", ["model.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "model.py"), run_name="__main__")
     out = capsys.readouterr().out
     for figure in ("93 layers, 69 KDA and 24 MLA", "896 experts, 16 for a token", "2,779,484,476,000 in all", "104,189,612,640 active", "5.559 TB in bf16, 1.56 TB with", "8,192", "131,072", "1,048,576", "434.1 MB", "28.99 GB"):
         assert figure in out, (figure, out)
     write_released(tmp_path / "tiny", released_tensors(experts="mxfp4"))
-    weights.describe(tmp_path / "tiny")
+    with torch.device("meta"):
+        tiny = K3(K3Config.from_released(tmp_path / "tiny")).bfloat16()
+    weights.describe(tiny, tmp_path / "tiny")
     assert f"{K3.from_pretrained(tmp_path / 'tiny').num_params():,} in all" in capsys.readouterr().out
 
 
@@ -2674,7 +2675,7 @@ def test_look(house, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.count("left out: ") == 5 and "no AttnRes" in out and "no KDA" in out and out.count("no MoE") == 3
     (house / "out/look/metrics.jsonl").write_text("".join(line.partition(', "load"')[0] + "}\n" for line in (house / "out/look/metrics.jsonl").read_text().splitlines()))
-    look.main(["out/look", "--text", f"--kinds={house}/play.txt,{house}/look.py"])
+    look.main(["out/look", "--text", f"--kinds={house}/play.txt,{house}/sample.py"])
     out = capsys.readouterr().out
     assert "has no `load`" in out and "play.txt" in out
     (house / "out/empty").mkdir()

@@ -1,5 +1,5 @@
 """
-Released weights in and out: K3.from_pretrained and K3.save_pretrained (model.py) are `load` and `save` here. A folder in K3's layout holds
+Released weights in and out, for K3.from_pretrained and K3.save_pretrained (model.py): `read_config`, `read_folder` and `fill`; `save`. A folder in K3's layout holds
 
     config.json                     sizes, in a nested text_config (or bare)
     *.safetensors                   the tensors: one file, or many and model.safetensors.index.json
@@ -23,13 +23,11 @@ import sys
 import tempfile
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 from data import tokenizer
-from model import K3, K3Config
 from moe import LatentMoE, mxfp4_parts
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -116,6 +114,7 @@ SIZES = {
     "rms_norm_eps": "rms_norm_eps",
 }
 KDA_SIZES = {"head_dim": "kda_key_dim", "short_conv_kernel_size": "conv_size", "gate_lower_bound": "g_min"}       # in linear_attn_config
+FLOATS = {"routed_scaling_factor", "activation_situ_beta", "activation_situ_linear_beta", "rms_norm_eps", "gate_lower_bound"}
 # Fields of which one value is what this code computes. The first two must be there, as leaving them out means something else; of the others
 # the tensors would tell, or leaving them out means the same.
 MUST = {"hidden_act": "situ", "mla_use_nope": True}
@@ -320,8 +319,10 @@ def read_headers(folder):
 
 
 def read_config(folder):
-    """config.json → K3Config, text_config, the whole. A field that asks for other arithmetic than ours is an error that names it."""
-    path = folder / "config.json"
+    """config.json → the fields of K3Config, a dict. A field that asks for other arithmetic than ours is an error that names it."""
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"no folder {folder}; expected one as K3 is released: config.json and *.safetensors")
+    path = Path(folder) / "config.json"
     whole = read_json(path)
     text = whole.get("text_config", whole)
 
@@ -332,18 +333,17 @@ def read_config(folder):
     rule(isinstance(text, dict), "text_config", text, "an object")
     kda = text.get("linear_attn_config")
     rule(isinstance(kda, dict), "linear_attn_config", kda, "an object")
-    kind = {f.name: f.type for f in fields(K3Config)}
     given = {}
     for source, names in ((text, SIZES), (kda, KDA_SIZES)):
         for name, ours in names.items():
             value = source.get(name)
             if value is None and name in ("activation_situ_beta", "routed_scaling_factor"):
                 value = 1.0
-            if kind[ours] is int:
+            if name not in FLOATS:
                 rule(type(value) is int and 0 <= value < 1 << 24, name, value, "a whole number below 2^24")
             elif value is not None or name != "activation_situ_linear_beta":
                 rule(type(value) in (int, float) and math.isfinite(value), name, value, "a number")
-            given[ours] = float(value) if kind[ours] is float and value is not None else value
+            given[ours] = float(value) if name in FLOATS and value is not None else value
     given["kda_value_dim"] = given["kda_key_dim"]
     layers, heads = given["n_layer"], given["n_head"]
     rule(1 <= layers <= 1000, "num_hidden_layers", layers, "1 to 1000")
@@ -384,19 +384,19 @@ def read_config(folder):
             asked += [(group, "input_activations", None), (numbers, "num_bits", 4), (numbers, "group_size", 32)]
         for source, name, only in asked:
             rule(source.get(name) == only, f"quantization_config: {name}", source.get(name), repr(only))
-    try:
-        return K3Config(**given), text, whole
-    except ValueError as error:
-        ours, what = str(error).removeprefix("config: ").split(" ", 1)
-        name = next((name for name in SIZES if SIZES[name] == ours), ours)
-        raise ValueError(f"{path}: {name} {what}") from None
+    return given
 
 
-def read_folder(folder):
-    """Everything but the weights → K3Config, the dtype of what is W, [(our name, cut, Stored, Stored of its scales or None)]."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {folder}; expected one as K3 is released: config.json and *.safetensors")
-    config, text, whole = read_config(folder)
+def in_released_words(folder, error):
+    """K3Config's complaint about a size that came from config.json, with the name it has there."""
+    ours, what = str(error).removeprefix("config: ").split(" ", 1)
+    name = next((name for name in SIZES if SIZES[name] == ours), ours)
+    return f"{Path(folder) / 'config.json'}: {name} {what}"
+
+
+def read_folder(folder, config):
+    """The headers of all files → the dtype of what is W, [(our name, cut, Stored, Stored of its scales or None)]."""
+    folder = Path(folder)
     files = read_headers(folder)
     vision = [name for name in files if name.startswith(VISION)]
     if vision:
@@ -446,7 +446,7 @@ def read_folder(folder):
     if left:
         names = ", ".join(sorted(left)[:3]) + (" and more" if len(left) > 3 else "")
         raise ValueError(f"{folder}: tensor {names} belongs to no parameter by config.json; one of the two is wrong")
-    return config, TORCH[general], found
+    return TORCH[general], found
 
 
 def check_tail(stored, used):
@@ -460,23 +460,18 @@ def check_tail(stored, used):
 # In
 
 @torch.no_grad()
-def load(folder, dtype=None, device="cpu", **training):
+def fill(model, folder, found, dtype, device="cpu"):
     """
-    A folder in the released layout → K3 in eval mode. dtype: torch.float32 or torch.bfloat16, None for the file's own; what is F32 in
-    TENSORS stays fp32. training: fields of K3Config that a released config does not have (qat, router_bias_ema).
+    A model on the meta device gets its memory, its weights and its tokenizer. found: what read_folder found in the folder. dtype:
+    torch.float32 or torch.bfloat16; what is F32 in TENSORS stays fp32.
     """
-    folder = Path(folder)
-    config, stored_dtype, found = read_folder(folder)
-    dtype = dtype or stored_dtype
+    folder, config = Path(folder), model.config
     if dtype not in TORCH.values():
         raise ValueError(f"dtype = {dtype}: expected torch.float32 or torch.bfloat16")
-    config = replace(config, **training)
     enc = tokenizer.from_file(folder / "tiktoken.model") if (folder / "tiktoken.model").is_file() else None
     if enc and enc.n_vocab > config.vocab_size:
         raise ValueError(f"{folder}: the tokenizer has {enc.n_vocab} tokens, config.json a vocab_size of {config.vocab_size}; one of the two is "
                          "wrong")
-    with torch.device("meta"):
-        model = K3(config)
     try:
         model.to(dtype).to_empty(device=device)                            # the first memory that is spent
     except RuntimeError:                                                   # torch's word for too little of it
@@ -531,7 +526,6 @@ def load(folder, dtype=None, device="cpu", **training):
         pool.shutdown()
         torch.set_num_threads(threads)
     model.tokenizer = enc
-    return model.eval()
 
 
 def end_ids(folder):
@@ -653,13 +647,12 @@ def save(model, folder, dtype=None, experts=None, enc=None, shard_bytes=5 * 10**
 # ----------------------------------------------------------------------------------------------------------------------
 # Looking at a folder, and the command
 
-def describe(folder):
-    """What python model.py FOLDER prints: from config.json, and from the headers if the weights are there."""
-    folder = Path(folder)
+def describe(model, folder):
+    """What python model.py FOLDER prints: from config.json, and from the headers if the weights are there. model: on the meta device, in bf16."""
+    folder, c = Path(folder), model.config
     here = any(folder.glob("*.safetensors"))
-    c = read_folder(folder)[0] if here else read_config(folder)[0]
-    with torch.device("meta"):
-        model = K3(c).bfloat16()
+    if here:
+        read_folder(folder, c)
     mla = sum(c.is_mla(i) for i in range(c.n_layer))
     dense, kda = min(c.first_k_dense_replace, c.n_layer), c.n_layer - mla
     moes = [layer.mlp for layer in model.layers if isinstance(layer.mlp, LatentMoE)]
@@ -686,7 +679,7 @@ def amount(size):
     return f"{size / 1000 ** power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-def main(arguments):
+def main(arguments, load_model):
     options = {"dtype": "float32", "experts": ""}
     paths = [a for a in arguments if not a.startswith("--")]
     for argument in arguments:
@@ -696,7 +689,6 @@ def main(arguments):
         options.update({name: value} if argument.startswith("--") else {})
     if len(paths) != 2 or options["dtype"] not in ("float32", "bfloat16") or options["experts"] not in ("", "plain", "mxfp4"):
         raise ValueError("expected: python weights.py RUN FOLDER [--dtype=float32|bfloat16] [--experts=plain|mxfp4]")
-    from sample import load_model              # the command alone stands above sample.py
     model, enc = load_model(paths[0], "cpu")
     save(model, paths[1], getattr(torch, options["dtype"]), options["experts"] or None, enc)
     print(f"wrote {paths[1]}: {', '.join(sorted(path.name for path in Path(paths[1]).iterdir() if path.is_file()))}")
@@ -705,7 +697,8 @@ def main(arguments):
 if __name__ == "__main__":
     if "--help" in sys.argv:
         sys.exit(print(__doc__.strip()))
+    from sample import load_model              # the command alone stands above sample.py
     try:
-        main(sys.argv[1:])
+        main(sys.argv[1:], load_model)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

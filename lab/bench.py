@@ -15,12 +15,10 @@ and, for minutes to hours, what each idea brings: python bench.py ablate, gpt, l
 """
 import copy
 import os
-import re
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 
 import torch
@@ -33,8 +31,9 @@ import moe
 import muon
 import train
 from attnres import Mix
-from model import GatedMLA, K3, K3Config
-from study import STUDIES, PlainGPT, by_processor, in_turn, now
+from lab.study import STUDIES, PlainGPT, by_processor, in_turn, now
+from mla import GatedMLA
+from model import K3, K3Config
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,47 +101,12 @@ def bench_kda_gpu(K=128):
 
 
 def bench_kernels():
-    """Every kernel of kernels.py at its default, bf16, for K = V = 64 and 128 and rows of d = 1024, and what ptxas says of it. Those that hold all
-    of K at once also for 256 in fp32, which has to fit, and may spill."""
+    """Compile every kernel for chips that need not be here."""
     try:
         import kernels
     except ImportError:
         return print("triton is not installed: no kernels to compile")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    triton = kernels.triton
-    kinds = dict(b="*bf16", f="*fp32", i="i32", s="fp32", n=None, t=("*bf16",) * 4)
-    all_kernels = [                                                        # a kernel or its tuned form, and its arguments' kinds
-        (kernels._scores, "bbffbfiiiis"), (kernels._solve, "bbbfffbbbbbfiiiiis"), (kernels._states, "bbbffbbfiii"), (kernels._output, "bbbbbiiiii"),
-        (kernels._dstates, "bbbbfbfbbfiiiii"), (kernels._dsolve, "bfbbbbfffiiii"), (kernels._dinputs, "bbfbbbbbffbbfiiiiis"), (kernels.decode, "bbbfffbiis"),
-        (kernels.situ_kernel, "bbnbbbiiiiss"), (kernels.mix_forward, "bstbfii"), (kernels.mix_backward, "bstbftfii")]
-    targets = [(GPUTarget("cuda", sm, 32), limit) for sm, limit in ((80, 163), (89, 99), (90, 227), (100, 227))] + [(GPUTarget("hip", "gfx942", 64), 64)]
-    print(f"triton {triton.__version__}, bf16, 256: fp32; registers and spilled bytes of a thread, KB of shared memory a block")
-    for kernel, letters in all_kernels:
-        config = kernel.configs[0] if hasattr(kernel, "configs") else triton.Config(dict(BV=32), num_warps=4, num_stages=2)
-        kernel = kernel.fn if hasattr(kernel, "configs") else kernel
-        for D in (64, 128, 256) if "KP" in kernel.arg_names else (64, 128):
-            types = {name: kinds[letter if D < 256 else letter.replace("b", "f")] for name, letter in zip(kernel.arg_names, letters)}
-            line = f"{kernel.__name__:12s} K = V = {D:3d}"
-            for target, limit in targets:
-                known = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT="ieee" if target.backend == "hip" else "tf32" if D < 256 else "tf32x3", **config.kwargs)
-                known = {name: known.get(name) for name in kernel.arg_names if types.get(name) is None}
-                signature = types | dict.fromkeys(known, "constexpr")
-                aligned = {(n,): [["tt.divisibility", 16]] for n, (name, kind) in enumerate(types.items())
-                           if kind in ("*bf16", "*fp32") or name in ("K", "V", "width", "d")}
-                try:
-                    built = triton.compile(ASTSource(kernel, signature, known, aligned), target, dict(num_warps=config.num_warps, num_stages=config.num_stages))
-                except RuntimeError:                                       # triton 3.6 cannot make `solve` for gfx942, 3.7 can
-                    line += f" | {target.arch}: this triton fails"
-                    continue
-                line += f" | {target.arch}: {built.metadata.shared / 1024:.0f} KB" + " TOO MUCH" * (built.metadata.shared > limit * 1024)
-                if target.backend == "cuda":
-                    with tempfile.NamedTemporaryFile(suffix=".cubin", buffering=0) as file:
-                        file.write(built.asm["cubin"])
-                        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-                        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
-                    line += ", {} registers, {} spilled".format(*re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-            print(line, flush=True)
+    kernels.report()
 
 
 def gpu_ms(f, runs=20):

@@ -27,9 +27,10 @@ import torch
 import torch.nn.functional as F
 
 import moe
-from attnres import Mix, fp32
+from attnres import Mix
 from data import prepare, tokenizer
 from kda import KDA
+from ops import fp32
 from sample import load_model
 from train import load_checkpoint
 
