@@ -16,13 +16,13 @@ vLLM and SGLang:
     --dtype=float32     or bfloat16
     --experts=plain     or mxfp4; without it mxfp4 if the model was trained for it (qat)
 
-TENSORS says what a tensor is called there and here, SIZES what a size is called. Each tensor of the
+The tables say what a tensor is called there and here, and what a size is called. Each tensor of the
 files is used once and each parameter is filled once, or an error names it.
 
 Files are not trusted. Nothing is unpickled, and names, shapes, types and offsets are checked in the
 headers before any memory is spent on weights. Then tensors stream in, a few MB at a time.
 
-    the tables          TENSORS, SIZES, and what else config.json may say
+    the tables          OF_MODEL … OF_MOE: tensors; SIZES and the other fields of config.json
     config.json in      read_config
     files in            read_headers, read_folder, fill
     out                 released_config, save
@@ -48,14 +48,14 @@ from moe import LatentMoE, mxfp4_parts
 # --------------------------------------------------------------------------------------------------
 # The tables
 #
-# Released names follow `language_model.`, which may be missing. Those of a layer also follow
-# `model.layers.N.`, ours `layers.N.`; parts() says which of these lists a layer has.
+# A list for each part of the model; parts() says which of them a layer has, and what stands before
+# their names. Released names also follow `language_model.`, which may be missing.
 #
-# A shape is written with d (n_embd), H, K, V (heads, the KDA state), R (kv_lora_rank), l (the
-# latent of the routed experts), m (their width) and words; letters() gives their values.
+# A shape is written with d (n_embd), H, K, V (heads, the KDA state), R and v (MLA's latent and its
+# values), l and m (the routed experts' latent and their width), and words; letters() has them all.
 #
-# dtype: W is the model's own, bf16 or fp32; F32 is fp32 in every file. The last column says what
-# part of our parameter the released tensor is:
+# dtype: W is the model's own, bf16 or fp32; F32 is fp32 in every file. cut: what part of our
+# parameter the released tensor is,
 #
 #     whole       the same on both sides
 #     row         one row there, (1, d), a vector here
@@ -67,68 +67,66 @@ from moe import LatentMoE, mxfp4_parts
 #     E gate      of an expert the first half of w13
 #     E up        and the second
 W, F32 = "W", "F32"
-TENSORS = {
-    "model": [
-        # released                            ours                         shape              dtype cut
-        ("model.embed_tokens.weight",         "embed.weight",              "vocab d",         W,   "whole"),
-        ("model.norm.weight",                 "norm.weight",               "d",               W,   "whole"),
-        ("model.output_attn_res_norm.weight", "out_mix.norm.weight",       "d",               W,   "whole"),
-        ("model.output_attn_res_proj.weight", "out_mix.w",                 "1 d",             W,   "row"),
-        ("lm_head.weight",                    "lm_head.weight",            "vocab d",         W,   "whole"),
-    ],
-    "layer": [
-        ("input_layernorm.weight",            "attn_norm.weight",          "d",               W,   "whole"),
-        ("post_attention_layernorm.weight",   "mlp_norm.weight",           "d",               W,   "whole"),
-        ("self_attention_res_norm.weight",    "attn_mix.norm.weight",      "d",               W,   "whole"),
-        ("self_attention_res_proj.weight",    "attn_mix.w",                "1 d",             W,   "row"),
-        ("mlp_res_norm.weight",               "mlp_mix.norm.weight",       "d",               W,   "whole"),
-        ("mlp_res_proj.weight",               "mlp_mix.w",                 "1 d",             W,   "row"),
-    ],
-    "KDA": [  # self_attn.… → attn.…
-        ("q_proj.weight",                     "q_proj.weight",             "H*K d",           W,   "whole"),
-        ("k_proj.weight",                     "k_proj.weight",             "H*K d",           W,   "whole"),
-        ("v_proj.weight",                     "v_proj.weight",             "H*V d",           W,   "whole"),
-        ("q_conv1d.weight",                   "q_conv1d.weight",           "H*K 1 conv",      F32, "whole"),
-        ("k_conv1d.weight",                   "k_conv1d.weight",           "H*K 1 conv",      F32, "whole"),
-        ("v_conv1d.weight",                   "v_conv1d.weight",           "H*V 1 conv",      F32, "whole"),
-        ("f_a_proj.weight",                   "f_a_proj.weight",           "K d",             W,   "whole"),
-        ("f_b_proj.weight",                   "f_b_proj.weight",           "H*K K",           W,   "whole"),
-        ("b_proj.weight",                     "b_proj.weight",             "H d",             W,   "whole"),
-        ("A_log",                             "A_log",                     "H",               F32, "tail"),
-        ("dt_bias",                           "dt_bias",                   "H*K",             F32, "whole"),
-        ("g_proj.weight",                     "g_proj.weight",             "H*V d",           W,   "whole"),
-        ("o_norm.weight",                     "o_norm.weight",             "V",               F32, "whole"),
-        ("o_proj.weight",                     "o_proj.weight",             "d H*V",           W,   "whole"),
-    ],
-    "MLA": [  # self_attn.… → attn.…
-        ("q_a_proj.weight",                   "q_a_proj.weight",           "q_lora d",        W,   "whole"),
-        ("q_a_layernorm.weight",              "q_a_layernorm.weight",      "q_lora",          W,   "whole"),
-        ("q_b_proj.weight",                   "q_b_proj.weight",           "H*key q_lora",    W,   "whole"),
-        ("kv_a_proj_with_mqa.weight",         "kv_a_proj_with_mqa.weight", "R+rope d",        W,   "whole"),
-        ("kv_a_layernorm.weight",             "kv_a_layernorm.weight",     "R",               W,   "whole"),
-        ("kv_b_proj.weight",                  "kv_b_proj.weight",          "H*nope+value R",  W,   "whole"),
-        ("g_proj.weight",                     "g_proj.weight",             "H*value d",       W,   "whole"),
-        ("o_proj.weight",                     "o_proj.weight",             "d H*value",       W,   "whole"),
-    ],
-    "dense": [  # mlp.… → mlp.…
-        ("gate_proj.weight",                  "gate_proj.weight",          "dense d",         W,   "whole"),
-        ("up_proj.weight",                    "up_proj.weight",            "dense d",         W,   "whole"),
-        ("down_proj.weight",                  "down_proj.weight",          "d dense",         W,   "whole"),
-    ],
-    "MoE": [  # block_sparse_moe.… → mlp.…
-        ("gate.weight",                       "router.weight",             "experts d",       W,   "whole"),
-        ("gate.e_score_correction_bias",      "router_bias",               "experts",         F32, "whole"),
-        ("routed_expert_down_proj.weight",    "down_proj.weight",          "l d",             W,   "whole"),
-        ("routed_expert_norm.weight",         "norm.weight",               "l",               W,   "whole"),
-        ("routed_expert_up_proj.weight",      "up_proj.weight",            "d l",             W,   "whole"),
-        ("shared_experts.gate_proj.weight",   "shared.gate_proj.weight",   "shared d",        W,   "whole"),
-        ("shared_experts.up_proj.weight",     "shared.up_proj.weight",     "shared d",        W,   "whole"),
-        ("shared_experts.down_proj.weight",   "shared.down_proj.weight",   "d shared",        W,   "whole"),
-        ("experts.E.w1.weight",               "w13",                       "m l",             W,   "E gate"),
-        ("experts.E.w3.weight",               "w13",                       "m l",             W,   "E up"),
-        ("experts.E.w2.weight",               "w2",                        "l m",             W,   "E"),
-    ],
-}
+OF_MODEL = [
+    # released                            ours                         shape         dtype cut
+    ("model.embed_tokens.weight",         "embed.weight",              "vocab d",    W,   "whole"),
+    ("model.norm.weight",                 "norm.weight",               "d",          W,   "whole"),
+    ("model.output_attn_res_norm.weight", "out_mix.norm.weight",       "d",          W,   "whole"),
+    ("model.output_attn_res_proj.weight", "out_mix.w",                 "1 d",        W,   "row"),
+    ("lm_head.weight",                    "lm_head.weight",            "vocab d",    W,   "whole"),
+]
+OF_LAYER = [
+    ("input_layernorm.weight",            "attn_norm.weight",          "d",          W,   "whole"),
+    ("post_attention_layernorm.weight",   "mlp_norm.weight",           "d",          W,   "whole"),
+    ("self_attention_res_norm.weight",    "attn_mix.norm.weight",      "d",          W,   "whole"),
+    ("self_attention_res_proj.weight",    "attn_mix.w",                "1 d",        W,   "row"),
+    ("mlp_res_norm.weight",               "mlp_mix.norm.weight",       "d",          W,   "whole"),
+    ("mlp_res_proj.weight",               "mlp_mix.w",                 "1 d",        W,   "row"),
+]
+OF_KDA = [  # self_attn.… → attn.…
+    ("q_proj.weight",                     "q_proj.weight",             "H*K d",      W,   "whole"),
+    ("k_proj.weight",                     "k_proj.weight",             "H*K d",      W,   "whole"),
+    ("v_proj.weight",                     "v_proj.weight",             "H*V d",      W,   "whole"),
+    ("q_conv1d.weight",                   "q_conv1d.weight",           "H*K 1 conv", F32, "whole"),
+    ("k_conv1d.weight",                   "k_conv1d.weight",           "H*K 1 conv", F32, "whole"),
+    ("v_conv1d.weight",                   "v_conv1d.weight",           "H*V 1 conv", F32, "whole"),
+    ("f_a_proj.weight",                   "f_a_proj.weight",           "K d",        W,   "whole"),
+    ("f_b_proj.weight",                   "f_b_proj.weight",           "H*K K",      W,   "whole"),
+    ("b_proj.weight",                     "b_proj.weight",             "H d",        W,   "whole"),
+    ("A_log",                             "A_log",                     "H",          F32, "tail"),
+    ("dt_bias",                           "dt_bias",                   "H*K",        F32, "whole"),
+    ("g_proj.weight",                     "g_proj.weight",             "H*V d",      W,   "whole"),
+    ("o_norm.weight",                     "o_norm.weight",             "V",          F32, "whole"),
+    ("o_proj.weight",                     "o_proj.weight",             "d H*V",      W,   "whole"),
+]
+OF_MLA = [  # self_attn.… → attn.…
+    ("q_a_proj.weight",                   "q_a_proj.weight",           "q_lora d",   W,   "whole"),
+    ("q_a_layernorm.weight",              "q_a_layernorm.weight",      "q_lora",     W,   "whole"),
+    ("q_b_proj.weight",                   "q_b_proj.weight",           "H*key q_lora",W,   "whole"),
+    ("kv_a_proj_with_mqa.weight",         "kv_a_proj_with_mqa.weight", "R+rope d",   W,   "whole"),
+    ("kv_a_layernorm.weight",             "kv_a_layernorm.weight",     "R",          W,   "whole"),
+    ("kv_b_proj.weight",                  "kv_b_proj.weight",          "H*nope+v R", W,   "whole"),
+    ("g_proj.weight",                     "g_proj.weight",             "H*v d",      W,   "whole"),
+    ("o_proj.weight",                     "o_proj.weight",             "d H*v",      W,   "whole"),
+]
+OF_DENSE = [  # mlp.… → mlp.…
+    ("gate_proj.weight",                  "gate_proj.weight",          "dense d",    W,   "whole"),
+    ("up_proj.weight",                    "up_proj.weight",            "dense d",    W,   "whole"),
+    ("down_proj.weight",                  "down_proj.weight",          "d dense",    W,   "whole"),
+]
+OF_MOE = [  # block_sparse_moe.… → mlp.…
+    ("gate.weight",                       "router.weight",             "experts d",  W,   "whole"),
+    ("gate.e_score_correction_bias",      "router_bias",               "experts",    F32, "whole"),
+    ("routed_expert_down_proj.weight",    "down_proj.weight",          "l d",        W,   "whole"),
+    ("routed_expert_norm.weight",         "norm.weight",               "l",          W,   "whole"),
+    ("routed_expert_up_proj.weight",      "up_proj.weight",            "d l",        W,   "whole"),
+    ("shared_experts.gate_proj.weight",   "shared.gate_proj.weight",   "shared d",   W,   "whole"),
+    ("shared_experts.up_proj.weight",     "shared.up_proj.weight",     "shared d",   W,   "whole"),
+    ("shared_experts.down_proj.weight",   "shared.down_proj.weight",   "d shared",   W,   "whole"),
+    ("experts.E.w1.weight",               "w13",                       "m l",        W,   "E gate"),
+    ("experts.E.w3.weight",               "w13",                       "m l",        W,   "E up"),
+    ("experts.E.w2.weight",               "w2",                        "l m",        W,   "E"),
+]
 
 # config.json's text_config ↔ K3Config. A missing β₁ or scaling factor means 1, a missing β₂ no
 # limit; the others must be there.
@@ -194,16 +192,16 @@ Row = namedtuple("Row", "name ours shape dtype cut")   # name: as released, with
 
 
 def parts(config):
-    """The lists of TENSORS that a model has, each with the prefix of its names there and here."""
-    yield "model", "", ""
+    """The lists of tensors that a model has, each with the prefix of its names there and here."""
+    yield OF_MODEL, "", ""
     for i in range(config.n_layer):
         there, here = f"model.layers.{i}.", f"layers.{i}."
-        yield "layer", there, here
-        yield "MLA" if config.is_mla(i) else "KDA", there + "self_attn.", here + "attn."
+        yield OF_LAYER, there, here
+        yield OF_MLA if config.is_mla(i) else OF_KDA, there + "self_attn.", here + "attn."
         if i < config.first_k_dense_replace:
-            yield "dense", there + "mlp.", here + "mlp."
+            yield OF_DENSE, there + "mlp.", here + "mlp."
         else:
-            yield "MoE", there + "block_sparse_moe.", here + "mlp."
+            yield OF_MOE, there + "block_sparse_moe.", here + "mlp."
 
 
 def letters(c):
@@ -213,7 +211,7 @@ def letters(c):
         "K": c.kda_key_dim, "V": c.kda_value_dim, "conv": c.conv_size,
         "q_lora": c.q_lora_rank, "R": c.kv_lora_rank, "R+rope": c.kv_lora_rank + c.qk_rope_head_dim,
         "key": c.qk_nope_head_dim + c.qk_rope_head_dim,
-        "value": c.v_head_dim, "nope+value": c.qk_nope_head_dim + c.v_head_dim,
+        "v": c.v_head_dim, "nope+v": c.qk_nope_head_dim + c.v_head_dim,
         "dense": c.intermediate_size, "experts": c.num_experts,
         "l": c.routed_expert_hidden_size, "m": c.moe_intermediate_size,
         "shared": c.num_shared_experts * c.moe_intermediate_size,
@@ -223,8 +221,8 @@ def letters(c):
 def table(config):
     """A Row for every tensor of the model, experts one by one."""
     size = letters(config)
-    for part, there, here in parts(config):
-        for name, ours, shape, dtype, cut in TENSORS[part]:
+    for tensors, there, here in parts(config):
+        for name, ours, shape, dtype, cut in tensors:
             sides = (math.prod(size[word] for word in side.split("*")) for side in shape.split())
             row = Row(there + name, here + ours, tuple(sides), dtype, cut)
             if not is_expert(cut):
@@ -236,7 +234,7 @@ def table(config):
 
 
 def is_expert(cut):
-    """Whether a tensor is one of a routed expert: E in TENSORS, a number in a Row."""
+    """Whether a tensor is one of a routed expert: E in the tables, a number in a Row."""
     return cut[0] == "E" or cut[0].isdigit()
 
 
@@ -700,7 +698,7 @@ def fill(model, folder, found, dtype, device="cpu"):
     A model on the meta device gets its memory, its weights and its tokenizer.
 
     found: what read_folder found in the folder. dtype: torch.float32 or torch.bfloat16; what is F32
-    in TENSORS stays fp32.
+    in the tables stays fp32.
     """
     folder = Path(folder)
     if dtype not in TORCH.values():
@@ -709,7 +707,7 @@ def fill(model, folder, found, dtype, device="cpu"):
     allocate(model, folder, dtype, device)
     ours = dict(model.named_parameters())
     ours |= {name: x for name, x in model.named_buffers() if name.endswith("router_bias")}
-    assert ours.keys() == {row.ours for row in found}, "TENSORS and the model's parameters differ"
+    assert ours.keys() == {row.ours for row in found}, "tables and parameters differ"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)                       # in each of the pool: they would wait in turn
     try:
@@ -1060,5 +1058,7 @@ def main(arguments, load_model):
 
 
 if __name__ == "__main__":
-    from sample import load_model   # the command alone stands above sample.py
+    # The command alone stands above sample.py
+    from sample import load_model
+
     run(lambda arguments: main(arguments, load_model), __doc__)
