@@ -1,15 +1,17 @@
 """
-Attention Residuals: what a layer reads is a learned mixture over depth (report §2.2; arXiv 2603.15031).
+Attention Residuals: a layer reads a learned mixture over depth (report §2.2; arXiv 2603.15031).
 
-A plain transformer adds every layer's output into one sum. Here the outputs are summed only within a block of a few layers; each layer
-part (attention or MLP) reads a softmax mixture of all finished block sums and of the running one. With sources x_1 … x_S, each one
-vector per token (x_1 is the token embedding), a learned pseudo-query w and an RMSNorm with weight n:
+A plain transformer adds every layer's output to one sum. Here outputs are summed only within a
+block of a few layers, and each layer part (attention or MLP) reads a softmax mixture of all
+finished block sums and of the running one. With sources x_1 … x_S, one vector per token each (x_1
+is the token embedding), a learned pseudo-query w, and an RMSNorm with weight n:
 
     logit_s = RMSNorm(x_s; n) · w        no 1/√d
     p       = softmax over s             in fp32
     h       = Σ_s p_s x_s                the raw x_s, not the normed ones
 
-w starts at zero, so every mixture starts as a plain mean. "Full" AttnRes is the same with one block per layer part.
+w starts at zero, so every mixture starts as a plain mean. "Full" AttnRes is the same with one block
+per layer part.
 """
 import torch
 import torch.nn as nn
@@ -18,57 +20,59 @@ import torch.nn.functional as F
 from ops import RMSNorm, fp32, kernels, triton_takes
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The mixture: definition, then the form that is used
-
 def mix_definition(sources, u, eps=1e-5):
-    """sources: list of (B, T, d); u = n ⊙ w, (d). → (B, T, d). RMSNorm(x; n)·w = (x·u) / rms(x), so n and w meet only as u."""
-    x = fp32(torch.stack(sources))                                         # (S, B, T, d)
-    logits = F.rms_norm(x, x.shape[-1:], eps=eps) @ fp32(u)                # (S, B, T)
+    """
+    sources: list of (B, T, d); u (d) = n ⊙ w → (B, T, d). RMSNorm(x; n) · w = (x · u) / rms(x), so
+    n and w enter only as u.
+    """
+    x = fp32(torch.stack(sources))  # (S, B, T, d)
+    logits = F.rms_norm(x, x.shape[-1:], eps=eps) @ fp32(u)  # (S, B, T)
     p = logits.softmax(0)
     return torch.einsum("sbt,sbtd->btd", p, x).to(sources[0].dtype)
 
 
 class _Mix(torch.autograd.Function):
     """
-    The same without ever copying the sources into one tensor. A source is a tensor that lives anyway (a finished block is shared by
-    all later mixtures), so what a mixture keeps for backward is three numbers per token and source, and never sources × layers × d.
+    The same without a copy of the sources in one tensor. Each source lives anyway (all later
+    mixtures share a finished block), so a mixture keeps three numbers per token and source for
+    backward, never sources × layers × d.
     """
 
     @staticmethod
     def forward(ctx, u, eps, *sources):
-        lengths, products = zip(*((torch.linalg.vector_norm(x, dim=-1), x @ fp32(u)) for x in map(fp32, sources)))
-        rms = torch.rsqrt(torch.stack(lengths).square_() / u.shape[0] + eps)                       # (S, B, T), one over the root mean square
-        logits = torch.stack(products) * rms
+        lengths = [torch.linalg.vector_norm(fp32(x), dim=-1) for x in sources]
+        products = [fp32(x) @ fp32(u) for x in sources]
+        one_over_rms = torch.rsqrt(torch.stack(lengths).square_() / u.shape[0] + eps)
+        logits = torch.stack(products) * one_over_rms  # (S, B, T)
         p = logits.softmax(0)
-        out = sources[0] * p[0].unsqueeze(-1)                              # (B, T, d), fp32
+        out = sources[0] * p[0].unsqueeze(-1)  # (B, T, d), fp32
         for x, weight in zip(sources[1:], p[1:]):
             out.addcmul_(x, weight.unsqueeze(-1))
-        ctx.save_for_backward(u, rms, logits, p, *sources)
+        ctx.save_for_backward(u, one_over_rms, logits, p, *sources)
         return out.to(sources[0].dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        u, rms, logits, p, *sources = ctx.saved_tensors
+        u, one_over_rms, logits, p, *sources = ctx.saved_tensors
         dout, d = fp32(dout), u.shape[0]
-        dp = torch.stack([(dout * x).sum(-1) for x in sources])            # (S, B, T)
-        dlogit = p * (dp - (p * dp).sum(0))
-        along_u = dlogit * rms                                             # the part of dx along u
-        along_x = -along_u * logits * rms / d                              # and along x, through its length
-        du = torch.zeros_like(fp32(u))
-        dsources = []
-        for s, x in enumerate(sources):
-            x = fp32(x)
-            du += along_u[s].flatten() @ x.flatten(0, -2)                  # (d)
+        dp = torch.stack([(dout * x).sum(-1) for x in sources])  # (S, B, T)
+        dlogits = p * (dp - (p * dp).sum(0))
+        along_u = dlogits * one_over_rms  # the part of dx along u
+        along_x = -along_u * logits * one_over_rms / d  # and along x, through its length
+        du, dsources = torch.zeros_like(fp32(u)), []
+        for s, source in enumerate(sources):
+            x = fp32(source)  # (B, T, d)
+            du += along_u[s].flatten() @ x.flatten(0, -2)
             dx = dout * p[s].unsqueeze(-1)
-            dx.addcmul_(along_u[s].unsqueeze(-1), fp32(u)).addcmul_(x, along_x[s].unsqueeze(-1))
-            dsources.append(dx.to(sources[s].dtype))
+            dx.addcmul_(along_u[s].unsqueeze(-1), fp32(u))
+            dx.addcmul_(x, along_x[s].unsqueeze(-1))
+            dsources.append(dx.to(source.dtype))
         return du.to(u.dtype), None, *dsources
 
 
 class Mix(nn.Module):
-    """One mixture: sources, a list of (B, T, d) → (B, T, d). w (d) is the pseudo-query, norm.weight (d) belongs to the keys."""
+    """One mixture: a list of (B, T, d) → (B, T, d). w is the pseudo-query, the norm the keys'."""
 
     def __init__(self, width, eps=1e-5):
         super().__init__()
@@ -81,23 +85,21 @@ class Mix(nn.Module):
             return mix(self.w * self.norm.weight, self.norm.eps, *sources)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The stream: the list of finished block sums, and the running one
-
 class Stream:
     """
-    Takes the place of `x`: where another model writes x = x + f(norm(x)), here it is stream.add(f(norm(stream.read(mix)))).
-    Each source appears exactly once: a block is closed (its sum joins the list) and the next one starts without the old sum.
+    The finished block sums and the running one. Where another model writes x = x + f(norm(x)), here
+    it is stream.add(f(norm(stream.read(mix)))). No source counts twice: closing a block moves the
+    running sum to the list, and the next block starts empty.
     """
 
     def __init__(self, embedding):
-        self.blocks, self.running = [], embedding                          # each (B, T, d); the embedding becomes the first block
+        self.blocks, self.running = [], embedding  # (B, T, d) each
 
     def read(self, mix):
         return mix([*self.blocks, self.running]) if self.blocks else self.running
 
     def close_block(self):
-        self.blocks, self.running = [*self.blocks, self.running], None     # a new list: a finished block is never written again
+        self.blocks, self.running = [*self.blocks, self.running], None
 
     def add(self, x):
         self.running = x if self.running is None else self.running + x
