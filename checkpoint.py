@@ -1,0 +1,212 @@
+"""
+What a run's folder holds, and how it is written and read.
+
+    ckpt_00002000.pt    after that many updates: weights, optimizer, random states, settings and
+                        tokenizer. The last two are kept
+    metrics.jsonl       a line for every line on the screen
+
+A file with any other name, such as ckpt_best.pt, is the user's: it is never deleted, and never
+taken for the newest checkpoint. An expected failure is a ValueError or an OSError of one line that
+says what to do.
+"""
+import json
+import os
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import torch
+
+from cli import is_out_of_memory
+from data import tokenizer
+from model import K3, K3Config
+
+try:
+    import fcntl
+except ImportError:      # Windows
+    import msvcrt
+    fcntl = None
+
+CONTENT = {"model", "optimizer", "step", "config", "settings", "tokenizer", "data"}
+
+
+def step_of(path):
+    """ckpt_00002000.pt → 2000; None for any other name."""
+    found = re.fullmatch(r"ckpt_(\d{8,})\.pt", Path(path).name)
+    return int(found[1]) if found else None
+
+
+def checkpoints(out_dir):
+    """The checkpoints that a run wrote to its folder, oldest first."""
+    found = [path for path in Path(out_dir).glob("ckpt_*.pt") if step_of(path) is not None]
+    return sorted(found, key=step_of)
+
+
+# ------------------------------------------------------------------------------------------------
+# writing
+
+def save_checkpoint(out_dir, step, content):
+    """
+    To a temporary file, then renamed: whatever happens meanwhile, the earlier ones stay whole. This
+    one and the one before are kept. Errors: OSError, if it could not be written.
+    """
+    def clear_up():
+        for old in [p for p in checkpoints(out_dir) if step_of(p) <= step][:-2]:
+            old.unlink(missing_ok=True)
+    path = Path(out_dir) / f"ckpt_{step:08d}.pt"
+    temporary = path.with_suffix(".tmp")
+    clear_up()           # after a kill that came between the renaming and the last line here
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:      # RuntimeError: how torch reports a full disk
+        temporary.unlink(missing_ok=True)
+        kept = ", ".join(p.name for p in checkpoints(out_dir)) or "none"
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise OSError(f"could not write {path} ({reason}). Kept: {kept}. "
+                      f"Make room and go on with --resume --out_dir={out_dir}") from None
+    clear_up()
+
+
+def prepare_folder(out_dir, fresh, num_params):
+    """
+    Make the run's folder and hold it for this process → the lock, to be kept until the run ends.
+    Errors: ValueError, if another run writes there or if checkpoints would not fit on the disk.
+    """
+    out_dir = Path(out_dir)
+    if out_dir.is_file() or out_dir.suffix == ".pt":
+        raise ValueError(f"out_dir = {str(out_dir)!r}: expected a run's folder, not a checkpoint; "
+                         f"give its folder, --out_dir={out_dir.parent}")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    held = lock(out_dir)
+    for rest in out_dir.glob("ckpt_*.tmp"):       # of a run that was killed while it wrote
+        rest.unlink()
+    # weights and two moments in fp32; three files while the newest is written
+    need = 3 * 4 * num_params * (3 - (0 if fresh else min(2, len(checkpoints(out_dir)))))
+    if shutil.disk_usage(out_dir).free < need:
+        raise ValueError(f"{out_dir}: checkpoints will need {need / 1e6:.0f} MB of disk, which are "
+                         "not free; make room or give another --out_dir")
+    return held
+
+
+def move_aside(out_dir):
+    """Give an earlier run in this folder a new one of its own → that, or None if there is none."""
+    out_dir, number = Path(out_dir), 1
+    if not list(out_dir.glob("ckpt_*.pt")):
+        return None
+    while out_dir.with_name(f"{out_dir.name}.{number}").exists():
+        number += 1
+    earlier = out_dir.rename(out_dir.with_name(f"{out_dir.name}.{number}"))
+    out_dir.mkdir()
+    return earlier
+
+
+def lock(out_dir):
+    """Hold a folder for as long as the returned file is open: at most until this process ends."""
+    file = open(Path(out_dir) / ".lock", "w")
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise ValueError(f"another run is writing to {out_dir}; wait until it has ended, or give "
+                         "another --out_dir") from None
+    except OSError:      # a file system without locks
+        pass
+    return file
+
+
+# ------------------------------------------------------------------------------------------------
+# reading
+
+def load_checkpoint(path, device="cpu"):
+    """
+    A checkpoint file, or the newest of a run's folder → its content, a dict. Nothing in the file is
+    executed. Errors: ValueError, which says whether it is cut short or of another version.
+    """
+    path = Path(path)
+    if path.is_dir() or not path.exists():
+        found = checkpoints(path)
+        if not found:
+            raise ValueError(f"no checkpoint in {path}: expected ckpt_00002000.pt or such, as "
+                             "train.py writes them; train first, or give another --out_dir")
+        path = found[-1]
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be opened ({error.strerror or error}); give access to it, "
+                         "or name another checkpoint") from None
+    except Exception as error:    # torch.load has a dozen ways to say that a file is cut short
+        if is_out_of_memory(error):
+            raise
+        reason = (str(error).splitlines() or ["it is empty"])[0][:100]
+        what = ("it is no checkpoint of nanoK3, or damaged" if zipfile.is_zipfile(path)
+                else f"at {path.stat().st_size} bytes it is truncated, or no checkpoint of nanoK3")
+        raise ValueError(f"{path} cannot be read: {what} ({reason}){way_out(path)}") from None
+    missing = CONTENT - content.keys() if isinstance(content, dict) else CONTENT
+    if missing:
+        raise ValueError(f"{path} cannot be read: it is whole, but no checkpoint of this version "
+                         f"of nanoK3; it lacks {', '.join(sorted(missing))}")
+    try:
+        K3Config(**content["config"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: it is whole, but of another version of nanoK3 "
+                         f"({error}); use the version that wrote it") from None
+    if step_of(path) not in (None, content["step"]):
+        raise ValueError(f"{path} holds update {content['step']}, so it is a copy under another "
+                         "one's name; rename it, for example to ckpt_copy.pt")
+    return content
+
+
+def way_out(path):
+    """What to do about a checkpoint that cannot be read: words for the end of the message."""
+    number = step_of(path)
+    for earlier in reversed(checkpoints(path.parent)):
+        if number is not None and step_of(earlier) < number:
+            try:
+                torch.load(earlier, weights_only=True, mmap=True)
+            except Exception:
+                continue
+            return f"; {earlier.name} is good: to go on from it, move {path.name} elsewhere"
+    return ""
+
+
+def load_model(path, device="cpu"):
+    """A run's folder or checkpoint file → K3 in eval mode, tiktoken.Encoding."""
+    content = load_checkpoint(path)
+    model = K3(K3Config(**content["config"]))
+    load_weights(model, content["model"])
+    model.tokenizer = tokenizer.from_dict(content["tokenizer"])
+    if device == "cuda":
+        model.bfloat16()          # half the bytes to read for every token
+    return model.to(device).eval(), model.tokenizer
+
+
+def load_weights(model, state):
+    """model.load_state_dict(state). Errors: ValueError, if the tensors are another version's."""
+    try:
+        model.load_state_dict(state)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError("the checkpoint's weights are those of another version of nanoK3 "
+                         f"({reason}); use the version that wrote it") from None
+
+
+def read_metrics(out_dir):
+    """The lines of metrics.jsonl, a dict each, but for those that were cut short; [] without it."""
+    path, lines = Path(out_dir) / "metrics.jsonl", []
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
