@@ -1,202 +1,116 @@
 """
 Train a K3.
 
-    python train.py config/shakespeare.py                       settings from a file, plain `name = value` lines
-    python train.py config/shakespeare.py --lr=2e-3 --steps=500     and from the command line, which wins
-    python train.py config/shakespeare.py --resume              go on where the last checkpoint stopped, bit for bit on the same CPU
-    torchrun --nproc_per_node=8 train.py config/gpu_small.py --expert_parallel=8        on 8 GPUs (or CPU processes)
-    python train.py --init_from=FOLDER --data=mine --lr=1e-3    fine-tune released weights (weights.py); the sizes are the folder's
-    python train.py --help                                      all settings and their defaults
+    python train.py config/shakespeare.py              settings from a file of `name = value` lines
+    python train.py config/shakespeare.py --lr=2e-3    and from the command line, which wins
+    python train.py config/shakespeare.py --resume     go on from the last checkpoint; on the same
+                                                       CPU the result is the same bit for bit
+    python train.py --init_from=FOLDER --data=mine     fine-tune released weights (weights.py),
+                                                       whose sizes are the folder's
+    torchrun --nproc_per_node=8 train.py config/gpu_small.py --expert_parallel=8
+    python train.py --help                             what every setting means
 
-Settings are the fields of Settings (below) and of K3Config (model.py), in one flat list. A run writes out/NAME/:
-
-    ckpt_00002000.pt      after that many updates: weights, optimizer, random states, settings, tokenizer. The last two are kept
-    metrics.jsonl         a line for every line on the screen
-
-Ctrl-C and SIGTERM finish the step, save and leave. Everything random is a function of the seed and of the number of finished updates,
-`step`, which is also what schedule, checkpoints and data positions count.
+A setting is a field of Settings, below, or of K3Config in model.py. A run writes checkpoints and
+metrics.jsonl to out/NAME/ (checkpoint.py). On Ctrl-C, SIGTERM or a lost terminal it finishes the
+step, saves and leaves. Everything random is a function of the seed and of `step`, the number of
+finished updates; the learning rate, checkpoints and the choice of data go by `step` as well.
 """
 import ast
 import contextlib
 import ctypes
 import difflib
+import inspect
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+import cli
+from checkpoint import (
+    checkpoints,
+    load_checkpoint,
+    lock,
+    move_aside,
+    prepare_folder,
+    read_metrics,
+    save_checkpoint,
+)
+from cli import find_device
 from data import prepare, tokenizer
 from model import K3, K3Config
-from parallel import Ranks
+from parallel import Ranks, counted
 
 
 @dataclass
 class Settings:
-    # what to train on, and where to
-    data: str = "shakespeare"          # a folder in data/ that prepare.py made
-    out_dir: str = ""                  # "": out/ and the name of the config file
-    init_from: str = ""                # a folder of released weights to start from; "": anew. Data: --tokenizer=FOLDER/tiktoken.model
-    seed: int = 1
-    # a step: grad_accum micro-batches of batch_size sequences of `context` tokens. With several processes this is what all do together
-    batch_size: int = 16
-    context: int = 256
-    grad_accum: int = 1
-    context_stages: tuple = ()         # ((0.0, 64), (0.5, 128), (0.9, 256)): from that part of the run on, that context, and
-                                       # proportionally more or fewer sequences. () trains on `context` throughout
-    # the rate: warm-up over the first 1% of the steps, then a cosine down to min_lr · lr
-    steps: int = 1000
-    lr: float = 4e-3
-    min_lr: float = 0.0
-    schedule: str = "cosine"           # or "wsd": lr stays, and falls in a line over the last fifth (for study)
-    optimizer: str = "muon"            # or "whole": without cuts into heads, or "adamw" (both for study)
-    weight_decay: float = 0.1
-    grad_clip: float = 1.0             # global norm; 0: none
-    # looking at it
-    log_every: int = 10                # steps
-    eval_every: int = 250              # steps; a checkpoint is written before each evaluation
-    eval_batches: int = 16             # of batch_size, spread evenly over the split; a split with fewer windows is read once, whole
-    tensorboard: bool = False
-    wandb: bool = False
+    data: str = "shakespeare"     # the folder in data/ that prepare.py made
+    out_dir: str = ""             # the run's folder; "": out/ and the name of the config file
+    init_from: str = ""           # a folder of released weights to start from; "": random weights
+    resume: bool = False          # go on with the run in out_dir
+    seed: int = 1                 # of the weights and of the choice of data
+    # a step, which is what all processes do together
+    batch_size: int = 16          # sequences in a micro-batch
+    context: int = 256            # tokens in a sequence
+    grad_accum: int = 1           # micro-batches in a step
+    context_stages: tuple = ()    # ((0.0, 64), (0.5, 128), (0.9, 256)): from that part of the run
+                                  # on, that context and more sequences; (): context throughout
+    # the update
+    steps: int = 1000             # updates in all
+    lr: float = 4e-3              # the highest learning rate, after 1% of the steps
+    min_lr: float = 0.0           # the last one, as a part of lr
+    schedule: str = "cosine"      # or "wsd", for study: constant, then linear over the last fifth
+    optimizer: str = "muon"       # or, for study, "whole" (no cuts into heads) or "adamw"
+    weight_decay: float = 0.1     # decoupled; of matrices and embeddings
+    grad_clip: float = 1.0        # the largest norm of all gradients together; 0: no limit
+    # what one sees of it
+    log_every: int = 10           # steps between lines on the screen
+    eval_every: int = 250         # steps between evaluations; a checkpoint is written before each
+    eval_batches: int = 16        # of batch_size, spread over a split; a smaller one is read whole
+    tensorboard: bool = False     # write its event files to out_dir
+    wandb: bool = False           # log to Weights & Biases, project nanoK3
     # the machine
-    device: str = "auto"               # cuda, mps or cpu
-    dtype: str = "auto"                # bfloat16 (autocast) or float32. auto: bfloat16 on GPUs that have it
-    compile: bool = False              # torch.compile
-    resume: bool = False
-    # several processes (torchrun)
-    expert_parallel: int = 1           # so many processes share out the experts of every layer between them; the others hold copies
-    balance_ranks: bool = False        # lend experts so that each of them computes the same number of tokens
-    context_parallel: int = 1          # so many processes share out every sequence between them
-    timeout: int = 600                 # seconds without word from another process, then the run ends
+    device: str = "auto"          # cuda, mps or cpu
+    dtype: str = "auto"           # bfloat16 (by autocast) or float32; bfloat16 where a GPU has it
+    compile: bool = False         # torch.compile; needs a C++ compiler
+    # several processes, started by torchrun
+    expert_parallel: int = 1      # so many processes share out the experts of every layer
+    balance_ranks: bool = False   # they lend experts until each computes as many tokens
+    context_parallel: int = 1     # so many processes share out every sequence
+    timeout: int = 600            # seconds without word from another process, then the run ends
 
 
-# What a resumed run may change; anything else would make it another run.
-FREE = ("out_dir", "steps", "log_every", "eval_every", "eval_batches", "tensorboard", "wandb", "device", "dtype", "compile", "resume",
-        "expert_parallel", "balance_ranks", "context_parallel", "timeout")
-TYPES = {f.name: f.type for f in (*fields(Settings), *fields(K3Config))}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# settings
-
-def read_config_file(path):
-    """`name = value` lines → dict. Parsed, never executed: a value is a literal."""
-    if not os.path.isfile(path):
-        near = difflib.get_close_matches(path, [str(p) for p in Path("config").glob("*.py")], 1)
-        raise ValueError(f"no config file {path}" + (f"; did you mean {near[0]}?" if near else "; those that come with nanoK3 are in config/"))
-    try:
-        lines = ast.parse(Path(path).read_text(encoding="utf-8")).body
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}; a config file is plain `name = value` lines") from None
-    if lines and isinstance(lines[0], ast.Expr) and isinstance(lines[0].value, ast.Constant):
-        lines = lines[1:]                                                  # a docstring
-    values = {}
-    for line in lines:
-        try:
-            (name,) = line.targets
-            values[name.id] = ast.literal_eval(line.value)
-        except (AttributeError, ValueError):
-            raise ValueError(f"{path}, line {line.lineno}: expected `name = value` with a plain value") from None
-    return values
-
-
-def read_arguments(arguments):
-    """sys.argv[1:] → ({name: value} as given by file and command line, the checked types included, name of the config file)."""
-    given, stem = {}, ""
-    for argument in arguments:
-        if not argument.startswith("--"):
-            stem = Path(argument).stem
-            values = read_config_file(argument)
-        else:
-            name, equals, text = argument[2:].partition("=")
-            try:
-                value = ast.literal_eval(text) if equals else True         # --resume alone means --resume=True
-            except (ValueError, SyntaxError):
-                value = text                                               # a bare word is a str
-            values = {name: text if TYPES.get(name) is str else value}
-        for name, value in values.items():
-            if name not in TYPES:
-                near = difflib.get_close_matches(name, TYPES, 1)
-                raise ValueError(f"unknown setting {name}" + (f"; did you mean {near[0]}?" if near else "; see python train.py --help"))
-            if TYPES[name] is float and type(value) is int:
-                value = float(value)
-            if TYPES[name] is tuple and type(value) is list:
-                value = tuple(value)
-            if type(value) is not TYPES[name] and not (name in ("situ_beta", "situ_linear_beta") and value is None):
-                raise ValueError(f"{name} = {value!r}: expected {TYPES[name].__name__}, got {type(value).__name__}")
-            given[name] = value
-    return given, stem
-
-
-def make_settings(given, enc):
-    """→ Settings, K3Config, checked. The vocabulary is the tokenizer's; a larger one only pads it."""
-    settings = Settings(**{k: v for k, v in given.items() if k in {f.name for f in fields(Settings)}})
-    model = {k: v for k, v in given.items() if k not in asdict(settings)}
-    config = K3Config(**{"vocab_size": enc.n_vocab, **model})
-    if config.vocab_size < enc.n_vocab:
-        raise ValueError(f"vocab_size = {config.vocab_size}: the tokenizer of data/{settings.data} has {enc.n_vocab} tokens; leave vocab_size out, "
-                         "or give at least that many")
-    for name in ("batch_size", "context", "grad_accum", "steps", "log_every", "eval_every", "eval_batches", "timeout"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} = {getattr(settings, name)}: must be at least 1")
-    if settings.lr <= 0 or not 0 <= settings.min_lr <= 1 or settings.weight_decay < 0 or settings.grad_clip < 0:
-        raise ValueError("expected lr > 0, 0 ≤ min_lr ≤ 1, weight_decay ≥ 0, grad_clip ≥ 0")
-    for name, words in dict(schedule=("cosine", "wsd"), optimizer=("muon", "whole", "adamw")).items():
-        if getattr(settings, name) not in words:
-            raise ValueError(f"{name} = {getattr(settings, name)!r}: expected {' or '.join(words)}")
-    pairs = all(type(stage) is tuple and len(stage) == 2 and type(stage[1]) is int and stage[1] > 0 and 0 <= stage[0] < 1 for stage in settings.context_stages)
-    begins = [stage[0] for stage in settings.context_stages] if pairs else []
-    if settings.context_stages and (not pairs or begins[0] != 0 or sorted(set(begins)) != begins or settings.context_stages[-1][1] != settings.context
-                                    or any(settings.batch_size * settings.context % length for _, length in settings.context_stages)):
-        raise ValueError(f"context_stages = {settings.context_stages}: expected (part of the run, context) pairs that start at 0 and ascend, "
-                         f"each context dividing batch_size · context = {settings.batch_size * settings.context}, the last one context = {settings.context}")
-    return settings, config
-
-
-def load_released(folder, given, enc):
-    """The model of --init_from, in fp32. Its sizes are the folder's: a setting that says otherwise is refused, and so is another tokenizer."""
-    config = K3Config.from_released(folder)
-    training = {k: v for k, v in given.items() if k in ("qat", "balance", "router_bias_ema")}
-    layers = {k: v for k, v in given.items() if k in ("mla_every", "full_attn_layers")}                # two ways to say the same
-    theirs = asdict(config) | dict.fromkeys(layers, [i + 1 for i in range(config.n_layer) if config.is_mla(i)])
-    for name, value in given.items():
-        if name in layers:
-            other = replace(config, **{"full_attn_layers": (), **layers})
-            value = [i + 1 for i in range(config.n_layer) if other.is_mla(i)]
-        if name in theirs and name not in training and value != theirs[name]:
-            raise ValueError(f"{name} = {given[name]!r}, but the weights in {folder} have {theirs[name]!r}; leave it out")
-    model = K3.from_pretrained(folder, torch.float32, **training)
-    kinds = [tokenizer.to_dict(x) for x in (enc, model.tokenizer or enc)]
-    if any(kinds[0][key] != kinds[1][key] for key in ("pattern", "ranks", "special")):
-        raise ValueError(f"the data were prepared with tokenizer {enc.name}, not with that of {folder}; prepare them with "
-                         f"--tokenizer={folder}/tiktoken.model")
-    return model
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # data
 
 def get_batch(tokens, batch_size, context, key):
-    """Random windows, the same ones for the same key, a tuple of int → x, y (batch_size, context) int64; y is x moved by one token."""
+    """
+    Random windows of tokens (n) → x, y (batch_size, context) int64; y is x moved on by one token.
+    key: a tuple of int; the same key gives the same windows.
+    """
     starts = np.random.default_rng(key).integers(0, len(tokens) - context, batch_size)
     return get_windows(tokens, starts, context)
 
 
 def get_windows(tokens, starts, context):
-    windows = torch.from_numpy(np.stack([tokens[i:i + context + 1].astype(np.int64) for i in starts]))   # copied out of the map
+    """The windows that begin at starts (batch) → x, y (batch, context) int64."""
+    rows = [tokens[i:i + context + 1].astype(np.int64) for i in starts]    # copied out of the file
+    windows = torch.from_numpy(np.stack(rows))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def current_context(settings, step):
-    """→ context and sequences of a micro-batch; their product is the same in every stage."""
+    """→ context, sequences in a micro-batch; their product is the same at every stage."""
     context = settings.context
     for begin, length in settings.context_stages:
         if step >= begin * settings.steps:
@@ -205,124 +119,349 @@ def current_context(settings, step):
 
 
 def learning_rate(settings, step):
-    """Of the update after `step` finished ones, as a multiple of lr: 1% linear warm-up, then a cosine (or stay and fall) to min_lr."""
+    """Learning-rate multiplier for the next update, after `step` finished ones."""
     warmup = max(1, settings.steps // 100)
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, settings.steps - warmup))
-    height = 0.5 * (1 + math.cos(math.pi * done)) if settings.schedule == "cosine" else min(1.0, 5 * (1 - done))
+    if settings.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        height = min(1.0, 5 * (1 - done))
     return settings.min_lr + (1 - settings.min_lr) * height
+
+
+# ------------------------------------------------------------------------------------------------
+# the loop
+
+def train(arguments, ranks=None):
+    """One run, from the words on the command line to its last checkpoint."""
+    with Run(arguments, ranks or Ranks()) as run:
+        loop(run)
+
+
+def loop(run):
+    """Update after update, until the last one, a signal, or other data than the run began with."""
+    settings, ranks, model, optimizer = run.settings, run.ranks, run.model, run.optimizer
+    stopped = changed = False
+    while run.step < settings.steps and not stopped:
+        began = time.perf_counter()
+        lr = settings.lr * learning_rate(settings, run.step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1)
+
+        # forward and backward: the mean over all micro-batches of all processes
+        loss, batch = gradients(run)
+        loss, norm, stopped, changed = ranks.sum_gradients(
+            model, loss, bool(run.signals), run.data.changed())
+        if changed:
+            break
+        if not math.isfinite(loss + norm):
+            raise FloatingPointError(what_is_not_finite(run, loss, norm, batch))
+
+        # the update: Muon and AdamW, then the router biases
+        run.between_steps = False
+        if settings.grad_clip:
+            total = torch.tensor(norm, device=run.device)
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip, total)
+        ranks.sum_counts(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        run.log.count(model.update_router_bias())
+        run.step += 1
+        run.between_steps = True
+        run.seconds += time.perf_counter() - began
+
+        # what one sees of it, and what remains
+        run.take_folder()
+        last = run.step == settings.steps
+        if run.step % settings.log_every == 0 or last:
+            run.log.training(run, loss, lr, norm)
+        if run.step % settings.eval_every == 0 or last:
+            run.save()                            # first: the evaluation may fail or take long
+            run.log.evaluation(run, {split: evaluate(model, run.data.tokens(split), settings,
+                                                     run.device, run.autocast, ranks)
+                                     for split in ("train", "val")})
+    run.finish(stopped, changed)
+
+
+def gradients(run):
+    """
+    Forward and backward over this rank's micro-batches → their part of the mean loss, and the first
+    batch (x, y) whose loss is not finite, or else the last one.
+    """
+    settings, ranks = run.settings, run.ranks
+    context, batch_size = current_context(settings, run.step)
+    tokens = run.data.tokens("train")
+    micros = ranks.micro_batches(settings.grad_accum)
+    loss, batch = 0.0, None
+    for micro in micros:
+        x, y = get_batch(tokens, batch_size, context, (settings.seed, run.step, micro))
+        x, y = ranks.part(x).to(run.device), ranks.part(y).to(run.device)
+        several = ranks.world_size > 1 and micro != micros[-1]
+        with run.wrapped.no_sync() if several else contextlib.nullcontext():    # sent once a step
+            with run.autocast:
+                micro_loss = run.wrapped(x, y)[1] / len(micros)
+            micro_loss.backward()
+        if math.isfinite(loss):
+            batch = x, y
+        loss += micro_loss.item()
+    return loss, batch
 
 
 @torch.no_grad()
 def evaluate(model, tokens, settings, device, autocast, ranks=None):
-    """Mean loss in nats per token over evenly spread windows, shared out over the ranks."""
+    """
+    Mean loss in nats per token over evenly spread windows, shared out over the ranks. A split with no
+    more windows than asked for is read whole, its last window filled up with targets of −1.
+    """
     ranks = ranks or Ranks()
     model.eval()
-    T, B = settings.context, settings.batch_size
-    windows = (len(tokens) - 1) // T
-    starts = np.arange(windows) * T if windows <= settings.eval_batches * B else \
-        np.linspace(0, len(tokens) - T - 1, settings.eval_batches * B).astype(np.int64)
+    context, batch_size = settings.context, settings.batch_size
+    windows, most = (len(tokens) - 1) / context, settings.eval_batches * batch_size
+    if int(windows) <= most:
+        starts = np.arange(math.ceil(windows)) * context
+        missing = len(starts) * context + 1 - len(tokens)
+        tokens = np.pad(tokens.astype(np.int64), (0, missing), constant_values=-1)
+    else:
+        starts = np.linspace(0, len(tokens) - context - 1, most).astype(np.int64)
+        windows = most
     total = 0.0
-    for i in range(0, len(starts), B):
-        ours = starts[i:i + B][ranks.data::ranks.data_ranks]
-        x, y = get_windows(tokens, ours if len(ours) else starts[:1], T)   # who has none computes along, as the others may need its experts
-        x, y = (ranks.stretch(z).to(device) for z in (x, y))
+    for i in range(0, len(starts), batch_size):
+        ours = starts[i:i + batch_size][ranks.data_rank::ranks.data_ranks]
+        # a rank without a window computes along: others may need its experts
+        x, y = get_windows(tokens, ours if len(ours) else starts[:1], context)
+        x, y = ranks.stretch(x).to(device), ranks.stretch(y).to(device)
+        share = (y != -1).sum().item() / y.shape[1] if len(ours) else 0        # in windows
         with autocast:
-            total += model(x, y)[1].item() * len(ours)
+            loss = model(x.clamp(min=0), y)[1].item()
+        total += loss * share if share else 0
     model.train()
-    return ranks.sum(total)[0] / ranks.C / len(starts)
+    return ranks.sum(total)[0] / ranks.context_ranks / windows
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# checkpoints
+# ------------------------------------------------------------------------------------------------
+# what the loop works on
 
-def checkpoints(out_dir):
-    """Oldest first."""
-    return sorted(Path(out_dir).glob("ckpt_*.pt"))
+class Run:
+    """Settings, data, model and optimizer of a run, how far it is, and its folder."""
+
+    def __init__(self, arguments, ranks):
+        self.ranks = ranks
+        given, stem = read_arguments(arguments)
+        out_dir = given.get("out_dir") or f"out/{stem or given.get('data', Settings.data)}"
+        saved = load_checkpoint(out_dir) if given.get("resume") else None
+        if saved:
+            given = resumed_settings(given, saved, out_dir)
+        self.data = Data(given.get("data", Settings.data))
+        model = None
+        if given.get("init_from") and not saved:
+            model = load_released(given["init_from"], given, self.data.enc)
+            given = {**given, **asdict(model.config)}
+        self.settings, self.config = make_settings({**given, "out_dir": out_dir}, self.data.enc)
+        self.out_dir = Path(out_dir)
+        ranks.check(self.settings, self.config)
+        self.data.check(self.settings, saved)
+        self.device, self.dtype, self.peak = set_up_machine(self.settings)
+        self.autocast = torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
+        self.log = Log(self.settings, speaks=ranks.rank == 0)
+        ranks.start(self.device, self.settings.timeout)
+        self.build(model, saved)
+
+    def build(self, model, saved):
+        """Model and optimizer: new ones, released weights, or those of a checkpoint."""
+        settings, ranks = self.settings, self.ranks
+        torch.manual_seed(settings.seed)
+        model = (model or K3(self.config)).train()
+        if ranks.experts:
+            model.share_experts(ranks.experts, settings.balance_ranks)
+        if ranks.context:
+            model.share_context(ranks.context)
+        model.to(self.device)
+        self.model = model
+        self.optimizer = model.configure_optimizers(settings.lr, settings.weight_decay,
+                                                    ranks.everyone, ranks.replicas,
+                                                    settings.optimizer)
+        self.step, self.seconds = 0, 0.0          # finished updates, and the time spent on them
+        if saved:
+            ranks.load_state(model, self.optimizer, saved["model"], saved["optimizer"])
+            torch.set_rng_state(saved["random"]["torch"])
+            if self.device == "cuda" and "cuda" in saved["random"]:
+                torch.cuda.set_rng_state(saved["random"]["cuda"])
+            self.step, self.seconds = saved["step"], saved["seconds"]
+        self.first_step = self.saved_at = self.step
+        self.between_steps = True                 # not in the middle of an update: fit to be saved
+        ranks.agree(step=self.step, **self.data.identity, **asdict(settings), **asdict(self.config))
+        size = model.num_params()
+        self.lock = ranks.first(lambda: prepare_folder(self.out_dir, not saved, size))
+        if settings.compile:
+            model.compile()                       # in place: parameters keep their names
+        self.wrapped = ranks.wrap(model)
+
+    def __enter__(self):
+        """From now on Ctrl-C, SIGTERM and a lost terminal are only noted, for the loop to see."""
+        self.log.start(self)
+        self.signals, self.signalled, self.handlers = [], None, {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)                 # Windows has no SIGHUP
+            nohup = name == "SIGHUP" and number and signal.getsignal(number) == signal.SIG_IGN
+            if number and not nohup:
+                self.handlers[number] = signal.signal(number, self.note_signal)
+        return self
+
+    def note_signal(self, number, frame):
+        now = time.monotonic()
+        self.signalled = self.signalled or now
+        self.signals.append(number)
+        # torchrun hands Ctrl-C on, at once, to processes that have had it from the terminal already
+        wait = 1 if self.ranks.world_size > 1 else 0
+        if number == signal.SIGINT and now > self.signalled + wait:
+            os._exit(128 + number)
+        if len(self.signals) == 1 and self.log.speaks:
+            with contextlib.suppress(OSError):    # not print, which this may have interrupted
+                os.write(2, b"\nfinishing the step, then saving; Ctrl-C again leaves at once\n")
+
+    def take_folder(self):
+        """
+        After the first step, when what can fail at once has not: only now is an earlier run moved
+        aside, and the log begun.
+        """
+        if self.step != self.first_step + 1:
+            return
+        earlier = self.ranks.first(self.move_aside) if self.first_step == 0 else None
+        if earlier:
+            self.log.say(f"moved the earlier run in {self.out_dir} to {earlier} "
+                         f"(to go on with it: --resume --out_dir={earlier})")
+        self.log.open(self.out_dir, self.first_step)
+
+    def move_aside(self):
+        held, self.lock = self.lock, None
+        held.close()              # Windows renames no folder in which a file is open
+        earlier = move_aside(self.out_dir)
+        self.lock = lock(self.out_dir)
+        return earlier
+
+    def save(self):
+        self.saved_at = self.step
+        self.optimizer.zero_grad(set_to_none=True)
+        for counts in counted(self.model)[0]:     # of a step that was begun, but not finished
+            counts.zero_()
+        random = {"torch": torch.get_rng_state()}
+        if self.device == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state()
+        weights, moments = self.ranks.whole_state(self.model, self.optimizer)
+        content = dict(model=weights, optimizer=moments, step=self.step, seconds=self.seconds,
+                       random=random, config=asdict(self.config), settings=asdict(self.settings),
+                       tokenizer=tokenizer.to_dict(self.data.enc), data=self.data.identity)
+        self.ranks.first(lambda: save_checkpoint(self.out_dir, self.step, content))
+
+    def finish(self, stopped, changed):
+        """After the last step: save what is not saved yet, and say how it ended."""
+        begun = self.step > self.first_step
+        if self.saved_at != self.step:
+            self.save()
+        self.log.close()
+        if self.ranks.world_size > 1:
+            dist.destroy_process_group()
+        where = f"after {self.step} updates, saved in {self.out_dir}"
+        if changed:
+            where = where if begun else "before the first step"
+            raise ValueError(f"data/{self.settings.data} was replaced while this run trained on "
+                             f"it; stopped {where}. Prepare the earlier text again and --resume, "
+                             "or train anew")
+        if stopped:
+            # without a signal here, another rank got it
+            number = self.signals[0] if self.signals else signal.SIGTERM
+            self.log.say(f"stopped by {signal.Signals(number).name} {where}; "
+                         f"go on with --resume --out_dir={self.out_dir}")
+            sys.exit(128 + number)
+        if not begun:
+            self.log.say(f"nothing to do: the run in {self.out_dir} has {self.step} updates "
+                         f"already, and steps = {self.settings.steps}; give a larger --steps")
+            return
+        tokens = self.step * tokens_per_step(self.settings)
+        self.log.say(f"done: {self.step} updates in {self.seconds:.0f} s, {tokens:,} tokens; "
+                     f"sample with: python sample.py --out_dir={self.out_dir}")
+
+    def __exit__(self, kind, error, traceback):
+        """Whatever ends a run: save the last update, if it is whole, and let go of everything."""
+        self.log.close()
+        failed = isinstance(error, Exception) and not isinstance(error, FloatingPointError)
+        fit = self.lock and self.between_steps and self.ranks.world_size == 1
+        if failed and fit and self.saved_at != self.step:
+            with contextlib.suppress(OSError, RuntimeError, MemoryError):
+                self.save()
+                self.log.say(f"saved {self.step} updates in {self.out_dir} before the error")
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.data.close()
+        if self.lock:
+            self.lock.close()
 
 
-def save_checkpoint(out_dir, step, content):
-    """To a temporary file, then renamed: whatever happens meanwhile, the earlier ones stay whole. Keeps the last two."""
-    def clear_up():
-        for old in checkpoints(out_dir)[:-2]:
-            old.unlink(missing_ok=True)
-    path = Path(out_dir) / f"ckpt_{step:08d}.pt"
-    temporary = path.with_suffix(".tmp")
-    clear_up()                                                             # after a kill that came between the renaming and this at the end
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:                               # RuntimeError: how torch's writer reports a full disk
-        temporary.unlink(missing_ok=True)
-        kept = ", ".join(p.name for p in checkpoints(out_dir)) or "none"
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise OSError(f"could not write {path} ({reason}). Kept: {kept}. Make room and go on with --resume") from None
-    clear_up()
+def tokens_per_step(settings):
+    return settings.batch_size * settings.context * settings.grad_accum
 
 
-def load_checkpoint(path, device="cpu"):
-    """A checkpoint file, or the newest of a folder → its content, a dict. Nothing in the file is executed. Errors: ValueError."""
-    path = Path(path)
-    if path.is_dir() or not path.exists():
-        found = checkpoints(path)
-        if not found:
-            raise ValueError(f"no checkpoint in {path}: expected ckpt_*.pt as train.py writes them; train first, or give another --out_dir")
-        path = found[-1]
-    try:
-        content = torch.load(path, map_location=device, weights_only=True)
-        missing = {"model", "optimizer", "step", "config", "settings", "tokenizer", "data"} - content.keys()
-        if missing:
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    except Exception as error:                                             # torch.load has a dozen ways to say that a file is cut short
-        others = [p.name for p in checkpoints(path.parent) if p != path]
-        raise ValueError(f"{path} cannot be read ({str(error).splitlines()[0][:100]}): it is truncated or no checkpoint of nanoK3; "
-                         + (f"delete it to go on from {others[-1]}" if others else "train anew")) from None
-    return content
+class Data:
+    """A prepared data set, read as it was when the run began, even if it is replaced meanwhile."""
+
+    def __init__(self, name):
+        self.folder = prepare.HERE / name
+        self.stamp = self.look()                  # first, so that no change goes unnoticed
+        self.meta, self.enc = prepare.load_meta(self.folder)
+        self.files = {split: open(self.folder / f"{split}.bin", "rb") for split in ("train", "val")}
+        self.identity = {key: self.meta[key] for key in ("sha256", "train_tokens", "val_tokens")}
+
+    def check(self, settings, saved):
+        """Whether it is what a resumed run began with, and long enough. Errors: ValueError."""
+        if saved and (saved["data"] != self.identity
+                      or saved["tokenizer"] != tokenizer.to_dict(self.enc)):
+            raise ValueError(f"data = {settings.data!r} is not what {settings.out_dir} was trained "
+                             "on (another text, tokenizer or split); prepare that again, or start "
+                             "a new run")
+        longest = max([settings.context, *(length for _, length in settings.context_stages)])
+        for split in ("train", "val"):
+            count = self.meta[f"{split}_tokens"]
+            if count < longest + 1:
+                raise ValueError(f"context = {longest}: {self.folder}/{split}.bin has only {count} "
+                                 "tokens; give more text or a shorter context")
+
+    def tokens(self, split):
+        """
+        Token ids (n), a map of the file. Make it anew for each step: pages touched through a map
+        that stays count as resident memory.
+        """
+        dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
+        return np.memmap(self.files[split], dtype, mode="r")
+
+    def look(self):
+        """Size and time of the token files, which change when prepare.py writes them anew."""
+        try:
+            stats = [(self.folder / f"{split}.bin").stat() for split in ("train", "val")]
+        except OSError:
+            return None
+        return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+
+    def changed(self):
+        return self.look() != self.stamp
+
+    def close(self):
+        for file in self.files.values():
+            file.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the machine
-
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12}     # bf16, dense
-
-
-def keep_memory():
-    """On Linux: let malloc keep what is freed. Otherwise every large tensor of every step comes as fresh pages, 5 to 10% of a CPU run."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 1 << 30)                                          # M_MMAP_THRESHOLD
-        libc.mallopt(-1, (1 << 31) - 1)                                    # M_TRIM_THRESHOLD
-
-
-def find_device(name):
-    """"auto" or a name → "cuda", "mps" or "cpu"."""
-    mps = torch.backends.mps.is_available()
-    device = name if name != "auto" else "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    if device not in ("cpu", "cuda", "mps") or (device == "cuda" and not torch.cuda.is_available()) or (device == "mps" and not mps):
-        raise ValueError(f"device = {device!r}: not here; expected auto, cpu" + ", cuda" * torch.cuda.is_available() + ", mps" * mps)
-    return device
-
-
-def set_up_machine(settings):
-    """→ device, dtype, peak FLOP/s or None."""
-    device = find_device(settings.device)
-    if settings.dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype = {settings.dtype!r}: expected auto, float32 or bfloat16")
-    dtype = "bfloat16" if settings.dtype == "auto" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else settings.dtype
-    peak = None
-    if device == "cuda":
-        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
-    elif device == "cpu":
-        keep_memory()
-    return device, torch.bfloat16 if dtype == "bfloat16" else torch.float32, peak
+def what_is_not_finite(run, loss, norm, batch):
+    """The message for a loss or gradient that is not finite, with the place where it began."""
+    place = where_it_began(run.model, *batch, run.autocast)
+    good = checkpoints(run.out_dir)[-1:] if run.step else []
+    return (f"step {run.step + 1}: loss {loss}, gradient norm {norm}; it began in {place}. Nothing "
+            f"was updated; the last good checkpoint is {good[0] if good else 'none'}. A lower lr "
+            "may help")
 
 
 def where_it_began(model, x, y, autocast):
-    """After a loss or gradient that is not finite: the first place in the forward pass, else in the gradients, that is not."""
+    """The first place that is not finite, in the forward pass or else in the backward pass."""
     found = []
 
     def check(name):
@@ -331,242 +470,422 @@ def where_it_began(model, x, y, autocast):
             if not found and not y.isfinite().all():
                 found.append(f"the output of {name}")
         return hook
-    parts = {name: m for name, m in model.named_modules() if name == "embed" or name.endswith((".attn", ".mlp", "lm_head"))}
-    hooks = [module.register_forward_hook(check(name)) for name, module in parts.items()]
+    hooks = [module.register_forward_hook(check(name)) for name, module in model.named_modules()
+             if name == "embed" or name.endswith((".attn", ".mlp", "lm_head"))]
     with torch.no_grad(), autocast:
-        model.eval()(x, y)                                                 # on every rank, whatever it finds: the others may need its experts
+        model.eval()(x, y)        # on every rank: the others may need its experts
     for hook in hooks:
         hook.remove()
-    bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-    if bad:
-        return f"the weights of {bad[0]}"
-    bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    return found[0] if found else f"the gradient of {bad[-1]}" if bad else "the loss"
+    for name, p in model.named_parameters():
+        if not p.isfinite().all():
+            return f"the weights of {name}"
+    if found:
+        return found[0]
+    bad = [name for name, p in model.named_parameters()
+           if p.grad is not None and not p.grad.isfinite().all()]
+    return f"the gradient of {bad[-1]}" if bad else "the loss"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-def train(arguments, ranks=None):
-    ranks = ranks or Ranks()
-    given, stem = read_arguments(arguments)
-
-    # a resumed run starts from its own settings, and keeps them
-    saved = None
-    if given.get("resume"):
-        out_dir = given.get("out_dir") or f"out/{stem or given.get('data', Settings.data)}"
-        saved = load_checkpoint(out_dir)
-        for name, value in given.items():
-            before = {**saved["settings"], **saved["config"]}.get(name)
-            if name not in FREE and before != value:
-                raise ValueError(f"{name} = {value!r}, but the run in {out_dir} has {before!r}; leave it out to resume, or start a new run")
-        given = {**saved["settings"], **saved["config"], **{k: v for k, v in given.items() if k in FREE}, "out_dir": out_dir}
-    folder = prepare.HERE / given.get("data", Settings.data)
-    meta, enc = prepare.load_meta(folder)
-    model = load_released(given["init_from"], given, enc) if given.get("init_from") and not saved else None
-    settings, config = make_settings({**given, **asdict(model.config)} if model else given, enc)
-    ranks.check(settings, config)
-    identity = dict(sha256=meta["sha256"], train_tokens=meta["train_tokens"], val_tokens=meta["val_tokens"])
-    if saved and (saved["data"] != identity or saved["tokenizer"] != tokenizer.to_dict(enc)):
-        raise ValueError(f"data = {settings.data!r} is not what {given['out_dir']} was trained on (another text, tokenizer or split); prepare that "
-                         "again, or start a new run")
-    for split in ("train", "val"):
-        if meta[f"{split}_tokens"] < settings.context + 1:
-            raise ValueError(f"context = {settings.context}: {folder}/{split}.bin has only {meta[f'{split}_tokens']} tokens; give more text or a "
-                             "shorter context")
-
-    # model and optimizer
-    device, dtype, peak = set_up_machine(settings)
-    autocast = torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32)
-    ranks.start(device, settings.timeout)
-    torch.manual_seed(settings.seed)
-    model = (model or K3(config)).train()
-    if ranks.experts:
-        model.share_experts(ranks.experts, settings.balance_ranks)
-    if ranks.context:
-        model.share_context(ranks.context)
-    model.to(device)
-    optimizer = model.configure_optimizers(settings.lr, settings.weight_decay, ranks.everyone, ranks.replicas, settings.optimizer)
-    step, seconds, saved_at, fresh = 0, 0.0, -1, not saved                                   # finished updates; time spent on them; the update last saved
-    out_dir = Path(settings.out_dir or f"out/{stem or settings.data}")
-    if saved:
-        ranks.load_state(model, optimizer, saved["model"], saved["optimizer"])
-        torch.set_rng_state(saved["random"]["torch"])
-        if device == "cuda" and "cuda" in saved["random"]:
-            torch.cuda.set_rng_state(saved["random"]["cuda"])
-        step, seconds = saved["step"], saved["seconds"]
-        saved = None                                                       # a second copy of everything
-    ranks.agree(step=step, **identity, **asdict(settings), **asdict(config))
-    ranks.first(lambda: prepare_folder(out_dir, fresh, model.num_params()))
-    if settings.compile:
-        model.compile()                                                    # in place: names of parameters stay as they are
-    running = ranks.wrap(model)
-    log = Log(out_dir, settings, step) if ranks.rank == 0 else None
-    tokens_per_step = settings.batch_size * settings.context * settings.grad_accum
-    if log:
-        print(f"{model.num_params():,} parameters, {model.num_active_params():,} active; data/{settings.data}: {meta['train_tokens']:,} tokens, "
-              f"{tokens_per_step:,} a step; {device}, {str(dtype)[6:]}" + (f", {ranks.N} processes, experts over {ranks.M}, context over {ranks.C}"
-                                                                         if ranks.N > 1 else "") + f"; {out_dir}")
-
-    stop = []                                                              # the signal that asked to leave, if any
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stop.append(number))
-
-    def save():
-        nonlocal saved_at
-        random = dict(torch=torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if device == "cuda" else {}))
-        weights, moments = ranks.whole_state(model, optimizer)
-        ranks.first(lambda: save_checkpoint(out_dir, step, dict(
-            model=weights, optimizer=moments, step=step, seconds=seconds, random=random, config=asdict(config),
-            settings=asdict(settings), tokenizer=tokenizer.to_dict(enc), data=identity)))
-        saved_at = step
-
-    # ---- the loop
-    violation, dead, load, last_log, stopped = 0.0, 0, {}, (step, seconds), False
-    model.train()
-    while step < settings.steps and not stopped:
-        began = time.perf_counter()
-        factor = learning_rate(settings, step)
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * factor * group.get("lr_scale", 1)
-        context, batch_size = current_context(settings, step)
-        train_tokens = prepare.open_tokens(folder, "train", meta)
-        loss, bad, micros = 0.0, None, ranks.micro_batches(settings.grad_accum)
-        for micro in micros:
-            x, y = (ranks.part(z).to(device) for z in get_batch(train_tokens, batch_size, context, (settings.seed, step, micro)))
-            with running.no_sync() if ranks.N > 1 and micro != micros[-1] else contextlib.nullcontext():   # gradients travel once per step
-                with autocast:
-                    micro_loss = running(x, y)[1] / len(micros)
-                micro_loss.backward()
-            loss += micro_loss.item()
-            bad = (x, y) if bad is None and not math.isfinite(loss) else bad
-        loss, norm, stopped = ranks.sum_gradients(model, loss, bool(stop))
-        if not math.isfinite(loss + norm):
-            began_in = where_it_began(model, *(bad or (x, y)), autocast)
-            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {norm}; it began in {began_in}. Nothing was updated; "
-                                     f"the last good checkpoint is {(checkpoints(out_dir) or ['none'])[-1]}. A lower lr may help")
-        if settings.grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip, torch.tensor(norm, device=device))
-        ranks.sum_counts(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        for figures in model.update_router_bias():
-            violation, dead = max(violation, figures["max_violation"]), max(dead, figures["dead"])
-            load[figures["layer"]] = load.get(figures["layer"], 0) + figures["load"]
-        step += 1
-        seconds += time.perf_counter() - began
-
-        if log and (step % settings.log_every == 0 or step == settings.steps):
-            speed = tokens_per_step * (step - last_log[0]) / (seconds - last_log[1])
-            flops = speed * model.flops_per_token(context)
-            log.line(step=step, loss=loss, lr=settings.lr * factor, grad_norm=norm, tokens_per_s=speed, seconds=seconds,
-                     max_violation=violation, dead_experts=dead, **({"mfu": flops / peak / ranks.N} if peak else {}),
-                     load={i: [round(x, 3) for x in (n / n.float().mean()).tolist()] for i, n in load.items()})        # of a fair share
-            violation, dead, load, last_log = 0.0, 0, {}, (step, seconds)
-        if step % settings.eval_every == 0 or step == settings.steps:
-            save()                                                         # before the evaluation: that may fail or take long
-            losses = {split: evaluate(model, prepare.open_tokens(folder, split, meta), settings, device, autocast, ranks) for split in ("train", "val")}
-            bits = {split: loss / math.log(2) * meta[f"{split}_tokens"] / meta[f"{split}_bytes"] for split, loss in losses.items()}
-            if log:
-                log.evaluation(step=step, train_loss=losses["train"], val_loss=losses["val"], train_bits_per_byte=bits["train"],
-                               val_bits_per_byte=bits["val"], seconds=seconds)
-    if log:
-        log.close()
-    if stopped and saved_at != step:
-        save()
-    if ranks.N > 1:
-        dist.destroy_process_group()
-    if stopped:
-        number = stop[0] if stop else signal.SIGTERM                       # none here: another rank got it
-        if log:
-            print(f"stopped by {signal.Signals(number).name} after {step} updates, saved in {out_dir}; go on with --resume")
-        sys.exit(128 + number)
-    if log:
-        print(f"done: {step} updates in {seconds:.0f} s, {step * tokens_per_step:,} tokens; sample with: python sample.py --out_dir={out_dir}")
-
-
-def prepare_folder(out_dir, fresh, num_params):
-    """Make the run's folder: what stands in the way is moved aside or refused. Errors: ValueError, if checkpoints would not fit."""
-    if fresh and checkpoints(out_dir):                                     # an earlier run is moved aside, never overwritten
-        number = next(i for i in range(1, 10**6) if not out_dir.with_name(f"{out_dir.name}.{i}").exists())
-        out_dir.rename(out_dir.with_name(f"{out_dir.name}.{number}"))
-        print(f"moved the earlier run in {out_dir} to {out_dir}.{number} (to go on with it: --resume)")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for rest in out_dir.glob("ckpt_*.tmp"):                                # of a run that was killed while it wrote
-        rest.unlink()
-    need = 3 * 4 * num_params * (3 - len(checkpoints(out_dir)))            # files of weights and two moments; three while the newest is written
-    if shutil.disk_usage(out_dir).free < need:
-        raise ValueError(f"{out_dir}: checkpoints will need {need / 1e6:.0f} MB of disk, which are not free; make room or give another --out_dir")
-
+# ------------------------------------------------------------------------------------------------
+# the log
 
 class Log:
-    """Lines on the screen (one that renews itself on a terminal), in metrics.jsonl, and in tensorboard or wandb if asked for."""
+    """
+    Lines on the screen (on a terminal, one that renews itself), in metrics.jsonl, and in
+    tensorboard or wandb if asked for. Only rank 0 speaks. What cannot be written costs a warning,
+    never the run.
+    """
 
-    def __init__(self, out_dir, settings, step):
-        self.steps, self.live = settings.steps, sys.stdout.isatty()
+    def __init__(self, settings, speaks):
+        self.settings, self.speaks = settings, speaks
+        self.live = speaks and sys.stdout.isatty()
+        self.on_live_line = self.warned = False
+        self.file = self.board = self.wandb = None
+        if speaks:
+            for name in ("tensorboard", "wandb"):
+                if getattr(settings, name) and not find_spec(name):
+                    raise ValueError(f"{name} was asked for and is not installed: pip install "
+                                     f"{name}, or leave the setting out")
+
+    def start(self, run):
+        """The first line, and what is counted from one line to the next."""
+        self.last_step, self.last_seconds = run.step, run.seconds
+        self.violation, self.dead, self.load = 0.0, 0, {}
+        model, settings, ranks = run.model, run.settings, run.ranks
+        several = (f", {ranks.world_size} processes, experts over {ranks.expert_ranks}, "
+                   f"context over {ranks.context_ranks}" if ranks.world_size > 1 else "")
+        self.say(f"{model.num_params():,} parameters, {model.num_active_params():,} active; "
+                 f"data/{settings.data}: {run.data.meta['train_tokens']:,} tokens, "
+                 f"{tokens_per_step(settings):,} a step; {run.device}, {str(run.dtype)[6:]}"
+                 f"{several}; {run.out_dir}")
+
+    def open(self, out_dir, step):
+        """metrics.jsonl, after `step` updates: of an earlier file the lines up to there stay."""
+        if not self.speaks:
+            return
         path = Path(out_dir) / "metrics.jsonl"
-        lines = path.read_text().splitlines() if step and path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]       # not what was cut short, nor a second curve
-        path.with_suffix(".tmp").write_text("".join(line + "\n" for line in kept))
-        os.replace(path.with_suffix(".tmp"), path)
-        self.file = open(path, "a", buffering=1)
-        self.board = self.wandb = None
+        kept = [line for line in read_metrics(out_dir) if step and line["step"] <= step]
         try:
-            if settings.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-                self.board = SummaryWriter(str(out_dir))
-            if settings.wandb:
-                import wandb
-                self.wandb = wandb.init(project="nanoK3", name=Path(out_dir).name, config=asdict(settings))
-        except ImportError as error:
-            raise ValueError(f"{error.name} was asked for and is not installed: pip install {error.name}, or leave the setting out") from None
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            path.with_suffix(".tmp").write_text(text, encoding="utf-8")
+            os.replace(path.with_suffix(".tmp"), path)
+            self.file = open(path, "a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            self.warn(error)
+        if self.settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(str(out_dir))
+        if self.settings.wandb:
+            import wandb
+            self.wandb = wandb.init(project="nanoK3", name=Path(out_dir).name,
+                                    config=asdict(self.settings))
 
-    def write(self, text, figures, end):
-        print(("\r" if self.live else "") + text, end=end, flush=True)
-        self.file.write(json.dumps(figures) + "\n")
-        figures = {name: value for name, value in figures.items() if name != "load"}                   # the boards take single numbers
-        for name, value in figures.items():
-            if self.board and name != "step":
-                self.board.add_scalar(name, value, figures["step"])
+    def count(self, figures):
+        """What the routers had to say about a step."""
+        for layer in figures:
+            self.violation = max(self.violation, layer["max_violation"])
+            self.dead = max(self.dead, layer["dead"])
+            self.load[layer["layer"]] = self.load.get(layer["layer"], 0) + layer["load"]
+
+    def training(self, run, loss, lr, norm):
+        """The line for the steps since the last line. loss, lr and norm are those of this step."""
+        settings, step, seconds = run.settings, run.step, run.seconds
+        tokens = tokens_per_step(settings) * (step - self.last_step)
+        speed = tokens / (seconds - self.last_seconds)
+        figures = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=speed,
+                       seconds=seconds, max_violation=self.violation, dead_experts=self.dead)
+        if run.peak:
+            context, _ = current_context(settings, step - 1)
+            flops = speed * run.model.flops_per_token(context)
+            figures["mfu"] = flops / run.peak / run.ranks.world_size
+        shares = {i: (load / load.float().mean()).tolist() for i, load in self.load.items()}
+        figures["load"] = {i: [round(share, 3) for share in layer] for i, layer in shares.items()}
+        minutes = seconds / step * (settings.steps - step) / 60
+        mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
+        dead = f"  {self.dead} dead experts" if self.dead else ""
+        self.write(f"step {step:>6}/{settings.steps}  loss {loss:.4f}  {speed:>8,.0f} tokens/s{mfu}"
+                   f"  {minutes:>5.1f} min left  max violation {self.violation:.2f}{dead}", figures,
+                   live=self.live)
+        self.violation, self.dead, self.load = 0.0, 0, {}
+        self.last_step, self.last_seconds = step, seconds
+
+    def evaluation(self, run, losses):
+        """losses: {"train": nats per token, "val": …}."""
+        meta = run.data.meta
+        bits = {split: loss / math.log(2) * meta[f"{split}_tokens"] / meta[f"{split}_bytes"]
+                for split, loss in losses.items()}
+        self.write(f"step {run.step:>6}  train {losses['train']:.4f}  val {losses['val']:.4f} nats "
+                   f"per token  = {bits['val']:.4f} bits per byte  ({run.seconds:.0f} s)",
+                   dict(step=run.step, train_loss=losses["train"], val_loss=losses["val"],
+                        train_bits_per_byte=bits["train"], val_bits_per_byte=bits["val"],
+                        seconds=run.seconds))
+
+    def write(self, text, figures, live=False):
+        """A line on the screen, and its figures for the files."""
+        if not self.speaks:
+            return
+        self.say(text, live)
+        try:
+            if self.file:
+                self.file.write(json.dumps(figures) + "\n")
+            for name, value in figures.items():
+                if self.board and name not in ("step", "load"):            # it takes single numbers
+                    self.board.add_scalar(name, value, figures["step"])
+        except OSError as error:
+            self.warn(error)
         if self.wandb:
-            self.wandb.log(figures, step=figures["step"])
+            self.wandb.log({name: value for name, value in figures.items() if name != "load"},
+                           step=figures["step"])
 
-    def line(self, **f):
-        left = f["seconds"] / f["step"] * (self.steps - f["step"])
-        mfu = f"  MFU {f['mfu']:.1%}" if "mfu" in f else ""
-        self.write(f"step {f['step']:>6}/{self.steps}  loss {f['loss']:.4f}  {f['tokens_per_s']:>8,.0f} tokens/s{mfu}  {left / 60:>5.1f} min left  "
-                   f"max violation {f['max_violation']:.2f}" + (f"  {f['dead_experts']} dead experts" if f["dead_experts"] else ""),
-                   f, "" if self.live else "\n")
+    def say(self, text, live=False):
+        """A line on the screen; with live, the next one takes its place."""
+        if not self.speaks:
+            return
+        if live:                  # over all of the earlier line, and within this one
+            width = shutil.get_terminal_size().columns - 1
+            text = "\r" + text[:width].ljust(width)
+        elif self.on_live_line:
+            text = "\n" + text
+        self.on_live_line = live
+        try:
+            print(text, end="" if live else "\n", flush=True)
+        except OSError as error:
+            cli.discard_output()
+            self.warn(error)
 
-    def evaluation(self, **f):
-        if self.live:
-            print()
-        self.write(f"step {f['step']:>6}  train {f['train_loss']:.4f}  val {f['val_loss']:.4f} nats per token  = "
-                   f"{f['val_bits_per_byte']:.4f} bits per byte  ({f['seconds']:.0f} s)", f, "\n")
+    def warn(self, error):
+        """Once: that lines are lost."""
+        if not self.warned:
+            self.warned = True
+            with contextlib.suppress(OSError):
+                print(f"warning: a line of the log cannot be written ({error.strerror or error}); "
+                      "the run goes on without", file=sys.stderr, flush=True)
 
     def close(self):
-        if self.live:
-            print()
-        self.file.close()
-        if self.board:
-            self.board.close()
+        """The files; what is said from now on only goes to the screen."""
+        if self.on_live_line:
+            self.on_live_line = False
+            self.say("")
+        with contextlib.suppress(OSError):
+            for sink in (self.file, self.board):
+                if sink:
+                    sink.close()
         if self.wandb:
             self.wandb.finish()
+        self.file = self.board = self.wandb = None
+
+
+# ------------------------------------------------------------------------------------------------
+# settings
+
+# What a resumed run may change; anything else would make it another run.
+FREE = {"out_dir", "steps", "log_every", "eval_every", "eval_batches", "tensorboard", "wandb",
+        "device", "dtype", "compile", "resume", "expert_parallel", "balance_ranks",
+        "context_parallel", "timeout"}
+TYPES = {f.name: f.type for f in (*fields(Settings), *fields(K3Config))}
+
+
+def read_config_file(path):
+    """`name = value` lines → dict. Parsed, never executed: a value is a literal."""
+    if not os.path.isfile(path):
+        near = difflib.get_close_matches(path, [str(p) for p in Path("config").glob("*.py")], 1)
+        hint = f"did you mean {near[0]}?" if near else "those that come with nanoK3 are in config/"
+        raise ValueError(f"no config file {path}; {hint}")
+    try:
+        lines = ast.parse(cli.read_text(path)).body
+    except SyntaxError as error:
+        raise ValueError(f"{path}: {error}; a config file is plain `name = value` lines") from None
+    if lines and isinstance(lines[0], ast.Expr) and isinstance(lines[0].value, ast.Constant):
+        lines = lines[1:]                         # a docstring
+    values = {}
+    for line in lines:
+        try:
+            (name,) = line.targets
+            values[name.id] = ast.literal_eval(line.value)
+        except (AttributeError, ValueError):
+            raise ValueError(f"{path}, line {line.lineno}: expected `name = value` with a plain "
+                             "value") from None
+    return values
+
+
+def read_arguments(arguments):
+    """
+    Words of a command line → {name: value}, as it and config files give them, checked for name and
+    type, and the name of the config file.
+    """
+    given, stem = {}, ""
+    for i, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            stem = Path(argument).stem
+            values = read_config_file(argument)
+        else:
+            name, equals, text = argument.lstrip("-").partition("=")
+            if not equals and TYPES.get(name, bool) is not bool:
+                raise ValueError(cli.with_equals_sign(arguments, i))
+            values = {name: read_value(name, text) if equals else True}
+        given |= {name: check_value(name, value) for name, value in values.items()}
+    return given, stem
+
+
+def read_value(name, text):
+    """What the command line says of a setting → a str, if it is one, else a literal."""
+    if TYPES.get(name) is str:
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text               # of a wrong type, as check_value will say
+
+
+def check_value(name, value):
+    """→ the value, in the type of the setting. Errors: ValueError, if either does not fit."""
+    if name not in TYPES:
+        near = difflib.get_close_matches(name, TYPES, 1)
+        hint = f"did you mean {near[0]}?" if near else "see python train.py --help"
+        raise ValueError(f"unknown setting {name}; {hint}")
+    kind = TYPES[name]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is tuple and type(value) is list:
+        value = tuple(value)
+    may_be_none = name in ("situ_beta", "situ_linear_beta")
+    if type(value) is not kind and not (value is None and may_be_none):
+        raise ValueError(f"{name} = {value!r}: expected {kind.__name__}, got "
+                         f"{type(value).__name__}")
+    if kind is float and value is not None and not math.isfinite(value):
+        raise ValueError(f"{name} = {value}: expected a finite number")
+    if name in ("out_dir", "init_from"):
+        value = os.path.expanduser(value)         # which few shells do behind an equals sign
+    return value
+
+
+def resumed_settings(given, saved, out_dir):
+    """The settings of a run that goes on: its own, but for those that it may change."""
+    own = {**saved["settings"], **saved["config"]}
+    unknown = own.keys() - TYPES.keys()
+    if unknown:
+        raise ValueError(f"the checkpoint in {out_dir} is of another version of nanoK3, with "
+                         f"settings unknown here ({', '.join(sorted(unknown))}); use the version "
+                         "that wrote it")
+    for name, value in given.items():
+        if name not in FREE and own.get(name) != value:
+            raise ValueError(f"{name} = {value!r}, but the run in {out_dir} has {own.get(name)!r}; "
+                             "leave it out to resume, or start a new run")
+    return {**own, **{name: value for name, value in given.items() if name in FREE}}
+
+
+def make_settings(given, enc):
+    """→ Settings, K3Config, checked. The vocabulary is the tokenizer's; a larger one pads it."""
+    names = {f.name for f in fields(Settings)}
+    settings = Settings(**{name: value for name, value in given.items() if name in names})
+    sizes = {name: value for name, value in given.items() if name not in names}
+    config = K3Config(**{"vocab_size": enc.n_vocab, **sizes})
+    if config.vocab_size < enc.n_vocab:
+        raise ValueError(f"vocab_size = {config.vocab_size}: the tokenizer of data/{settings.data} "
+                         f"has {enc.n_vocab} tokens; leave vocab_size out, or give as many")
+    for name in ("batch_size", "context", "grad_accum", "steps", "log_every", "eval_every",
+                 "eval_batches", "timeout"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} = {getattr(settings, name)}: must be at least 1")
+    if not 0 <= settings.seed < 2 ** 64:
+        raise ValueError(f"seed = {settings.seed}: expected 0 ≤ seed < 2**64")
+    if (settings.lr <= 0 or not 0 <= settings.min_lr <= 1 or settings.weight_decay < 0
+            or settings.grad_clip < 0):
+        raise ValueError("expected lr > 0, 0 ≤ min_lr ≤ 1, weight_decay ≥ 0, grad_clip ≥ 0")
+    for name, words in (("schedule", ("cosine", "wsd")), ("optimizer", ("muon", "whole", "adamw"))):
+        if getattr(settings, name) not in words:
+            raise ValueError(f"{name} = {getattr(settings, name)!r}: expected {' or '.join(words)}")
+    if not stages_fit(settings):
+        tokens = settings.batch_size * settings.context
+        raise ValueError(f"context_stages = {settings.context_stages}: expected (part of the run, "
+                         "context) pairs that start at 0 and ascend, each context dividing "
+                         f"batch_size · context = {tokens}, the last one being {settings.context}")
+    return settings, config
+
+
+def stages_fit(settings):
+    stages = settings.context_stages
+    for stage in stages:
+        if type(stage) is not tuple or len(stage) != 2 or type(stage[1]) is not int or stage[1] < 1:
+            return False
+        if type(stage[0]) not in (int, float) or not 0 <= stage[0] < 1:
+            return False
+        if settings.batch_size * settings.context % stage[1]:
+            return False
+    begins = [begin for begin, _ in stages]
+    ascend = begins == sorted(set(begins))
+    return not stages or (begins[0] == 0 and ascend and stages[-1][1] == settings.context)
+
+
+def load_released(folder, given, enc):
+    """
+    The model of --init_from, in fp32. Its sizes are the folder's. Errors: ValueError, if a setting
+    says otherwise or if the data were prepared with another tokenizer.
+    """
+    config = K3Config.from_released(folder)
+    training = {name: value for name, value in given.items()
+                if name in ("qat", "balance", "router_bias_ema")}
+    # two ways to say which layers are MLA: compared by what they mean
+    layers = {name: value for name, value in given.items()
+              if name in ("mla_every", "full_attn_layers")}
+    theirs = asdict(config) | dict.fromkeys(layers, mla_layers(config))
+    for name, value in given.items():
+        if name in layers:
+            value = mla_layers(replace(config, **{"full_attn_layers": (), **layers}))
+        if name in theirs and name not in training and value != theirs[name]:
+            raise ValueError(f"{name} = {given[name]!r}, but the weights in {folder} have "
+                             f"{theirs[name]!r}; leave it out")
+    model = K3.from_pretrained(folder, torch.float32, **training)
+    ours = tokenizer.to_dict(enc)
+    theirs = tokenizer.to_dict(model.tokenizer or enc)
+    if any(ours[key] != theirs[key] for key in ("pattern", "ranks", "special")):
+        raise ValueError(f"the data were prepared with tokenizer {enc.name}, not with that of "
+                         f"{folder}; prepare them with --tokenizer={folder}/tiktoken.model")
+    return model
+
+
+def mla_layers(config):
+    """The numbers of the MLA layers, from 1."""
+    return [i + 1 for i in range(config.n_layer) if config.is_mla(i)]
+
+
+def settings_help():
+    """Every setting as an option, with its default and the comment beside it in the source."""
+    lines = ["\n\nSettings"]
+    for kind in (Settings, K3Config):
+        if kind is K3Config:
+            lines += ["", "Sizes of the model (K3Config)"]
+        body = inspect.getsource(kind).partition(":\n")[2]
+        for line in body.partition("    @")[0].splitlines():               # up to the first method
+            field = re.fullmatch(r"    (\w+): \w+ = (.*?)(?:  +# (.*))?", line)
+            comment = re.fullmatch(r"    ( *)# (.*)", line)
+            if field:
+                name, default, text = field.groups()
+                lines.append(f"    {f'--{name}={default}':<32} {text or ''}".rstrip())
+            elif comment:
+                inside, text = comment.groups()
+                lines.append(f"{'':37}{text}" if inside else f"  {text}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------
+# the machine
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12,
+              "3090": 71e12}      # bf16, dense
+
+
+def set_up_machine(settings):
+    """→ device, dtype, peak FLOP/s or None."""
+    device = find_device(settings.device)
+    if settings.dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"dtype = {settings.dtype!r}: expected auto, float32 or bfloat16")
+    dtype, peak = settings.dtype, None
+    if device == "cuda":
+        if dtype == "auto" and torch.cuda.is_bf16_supported(including_emulation=False):
+            dtype = "bfloat16"
+        gpu = torch.cuda.get_device_name()
+        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
+    elif device == "cpu":
+        keep_memory()
+    return device, torch.bfloat16 if dtype == "bfloat16" else torch.float32, peak
+
+
+def keep_memory():
+    """
+    On Linux: let malloc keep what is freed. Otherwise every large tensor of every step comes as
+    fresh pages, 5 to 10% of a CPU run.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 1 << 30)                 # M_MMAP_THRESHOLD
+        libc.mallopt(-1, (1 << 31) - 1)           # M_TRIM_THRESHOLD
+
+
+def main(arguments):
+    ranks = Ranks()
+    try:
+        train(arguments, ranks)
+    except (ValueError, OSError, FloatingPointError, RuntimeError, MemoryError) as error:
+        message = what_to_change(error)
+        if not message and isinstance(error, RuntimeError) and ranks.world_size == 1:
+            raise
+        sys.exit(ranks.last_words(message or error))
+    except KeyboardInterrupt:                     # in the loop, Ctrl-C saves first
+        sys.exit("stopped before the first step")
+
+
+def what_to_change(error):
+    """One line for a failure of the machine that a setting can avoid, else None."""
+    reason = (str(error).splitlines() or [""])[0][:150]
+    if cli.is_out_of_memory(error):
+        return (f"out of memory ({reason}); a smaller --batch_size with a larger --grad_accum, or "
+                "a shorter --context, needs less")
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        return (f"torch.compile failed ({reason}); it needs a C++ compiler, and triton on a GPU: "
+                "install what is missing, or leave --compile out")
+    return None
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__.strip() + "\n\nSettings:")
-        for f in (*fields(Settings), *fields(K3Config)):
-            print(f"    --{f.name}={f.default!r}")
-        sys.exit()
-    ranks = Ranks()
-    try:
-        train(sys.argv[1:], ranks)
-    except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(ranks.last_words(error))
-    except RuntimeError as error:
-        if ranks.N == 1:
-            raise
-        sys.exit(ranks.last_words(error))
-    except KeyboardInterrupt:                                              # before the loop; in it, Ctrl-C saves first
-        sys.exit("stopped before the first step")
+    cli.run(main, __doc__.strip() + settings_help())
