@@ -1,17 +1,20 @@
-"""About 120M active of 344M parameters, on one GPU with 24 GB or more. Any text of some hundred MB or more, by GPT-2's tokenizer:
+"""
+About 120M active of 344M parameters, on one GPU with 24 GB or more. Any text of some hundred MB,
+tokenized as GPT-2 does:
 
     python data/prepare.py path/to/texts --name=corpus --tokenizer=gpt2
     python train.py config/gpu_small.py --data=corpus
 """
 data = "corpus"
-vocab_size = 50304              # GPT-2's 50,257, padded to a multiple of 64 for the matrix products; the padding is never sampled
+vocab_size = 50304       # GPT-2's 50,257, padded to a multiple of 64; the padding is never sampled
 
-# GPT-2 small's width, depth and heads of 64; K3's latent of half the width, two shared experts, three KDA layers to one MLA
+# GPT-2 small's width, depth and heads of 64; K3's latent of half the width, two shared experts, and
+# three KDA layers to one MLA layer
 n_layer = 12
 n_embd = 768
 n_head = 12
 q_lora_rank = 384
-kv_lora_rank = 128              # MLA caches 128 + 32 numbers a token, a tenth of what 12 heads of keys and values would take
+kv_lora_rank = 128       # MLA caches 128 + 32 numbers per token: a tenth of 12 heads' k and v
 qk_nope_head_dim = 64
 qk_rope_head_dim = 32
 v_head_dim = 64
@@ -20,13 +23,14 @@ num_experts = 64
 num_experts_per_token = 6
 moe_intermediate_size = 256
 routed_expert_hidden_size = 384
-attn_res_block_size = 3         # four blocks and the embedding: five sources at the end
+attn_res_block_size = 3  # four blocks and the embedding: five sources at the end
 
-# 131k tokens a step in micro-batches of 8k tokens: those need about 12 GB, counted on paper, beside 5 GB of weights, gradients and momenta
+# 131k tokens a step, in micro-batches of 8k tokens. By a count on paper these need about 12 GB,
+# beside 5 GB of weights, gradients and momenta
 batch_size = 8
 context = 1024
 grad_accum = 16
-steps = 20000                   # 2.6B tokens, 20 per active parameter
+steps = 20000            # 2.6B tokens, 20 per active parameter
 
 lr = 2e-3
 weight_decay = 0.1

@@ -1,13 +1,15 @@
-"""Context that grows in four stages, as K3's does from 8k over 64k and 256k to 1M (§3.3); here from 64 to 4,096 tokens:
+"""
+Context that grows in four stages, as K3's does from 8k over 64k and 256k to 1M (§3.3); here from
+64 to 4,096 tokens:
 
     python data/prepare.py shakespeare && python train.py config/staged.py
 
-Most of the run sees short sequences, which cost MLA least; a model without positions needs nothing changed when they get longer.
-`python bench.py long` reads models far beyond the context that they were trained on.
+Most of the run sees short sequences, where MLA costs least; a model without positions needs no
+change when they grow. `python -m lab.bench long` reads models far beyond their training context.
 """
 data = "shakespeare"
 
-# the model and the rate of config/shakespeare.py; its reasons are there
+# model and learning rate as in config/shakespeare.py, which gives the reasons
 intermediate_size = 384
 lr = 1.2e-2
 weight_decay = 1.0
@@ -19,4 +21,4 @@ context_stages = ((0.0, 64), (0.5, 256), (0.8, 1024), (0.95, 4096))
 steps = 360
 
 eval_every = 180
-eval_batches = 16               # of 4,096 tokens
+eval_batches = 16        # of 4,096 tokens

@@ -1,9 +1,11 @@
-"""This Python's own library sources, 12 MB of code that every reader has: needs no network at all.
+"""
+This Python's own library sources, 12 MB of code that every reader has; needs no network at all.
 
     python data/prepare.py stdlib --vocab_size=2048 && python train.py config/stdlib.py
 
-Code has long-range structure (indentation, names used again), so context grows as in K3's curriculum: 64 → 128 → 256 → 512 tokens, at
-4,096 tokens a step throughout. About ten minutes on two CPU cores.
+Code has long-range structure (indentation, names used again), so context grows as in K3's
+curriculum, from 64 over 128 and 256 to 512 tokens, with 4,096 tokens a step throughout. About ten
+minutes on two CPU cores.
 """
 data = "stdlib"
 
