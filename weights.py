@@ -32,6 +32,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -260,6 +261,7 @@ def read_config(folder):
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder {folder}; expected one as K3 is released: config.json "
                                 "and *.safetensors")
+    finish_export(Path(folder))
     path = Path(folder) / "config.json"
     whole = read_json(path)
     text = whole.get("text_config", whole)
@@ -898,18 +900,21 @@ def save(model, folder, dtype=None, experts=None, enc=None, shard_bytes=5 * 10**
     content = released_config(config, dtype, experts, special)
 
     folder.mkdir(parents=True, exist_ok=True)
+    finish_export(folder)
+    earlier = earlier_export(folder)
+    for old in folder.glob(".writing-*"):          # of an export that was killed
+        shutil.rmtree(old, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
     try:
         index = write_tensors(model, temporary, dtype, experts, shard_bytes)
         if enc:
             tokenizer.write_model(enc, temporary)
-        texts = {"generation_config.json": {**special, "do_sample": True, "temperature": 0.8},
-                 "config.json": content}
+        texts = {"generation_config.json": {**special, **SAMPLING}, "config.json": content}
         if len(set(index["weight_map"].values())) > 1:
             texts["model.safetensors.index.json"] = index
         for file, text in texts.items():
             (temporary / file).write_text(json.dumps(text, indent=2), encoding="utf-8")
-        move_in(temporary, folder)
+        replace_export(temporary, folder, earlier)
     except (OSError, safetensors().SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise OSError(f"could not write {folder} ({why}); make room or give another "
@@ -977,13 +982,74 @@ def as_released(row, parameter, dtype, experts):
     return {name: x.to("cpu", torch.float32 if row.dtype == F32 else dtype).contiguous()}
 
 
-def move_in(temporary, folder):
-    """A written export takes the place of an earlier one, config.json last: then it is whole."""
-    (folder / "config.json").unlink(missing_ok=True)
-    for old in [*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
-        old.unlink(missing_ok=True)
-    for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):
-        os.replace(path, folder / path.name)
+# Every name that an export writes. Nothing else in a folder is replaced or deleted.
+EXPORTED = re.compile(
+    r"config\.json|generation_config\.json|tiktoken\.model|tokenizer(_config)?\.json"
+    r"|model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
+SAMPLING = {"do_sample": True, "temperature": 0.8}
+WHOLE, GOES = ".new-export", "goes.json"
+
+
+def earlier_export(folder):
+    """
+    The names in a folder that an earlier export wrote. It is known by its generation_config.json:
+    the release's own differs. Errors: FileExistsError for a name like these that it did not write.
+    """
+    there = {path.name for path in folder.iterdir() if EXPORTED.fullmatch(path.name)}
+    ours = set()
+    try:
+        kind = read_json(folder / "config.json").get("model_type")
+        sampling = read_json(folder / "generation_config.json")
+        if kind == "kimi_k3" and sampling.items() >= SAMPLING.items():
+            files = set(read_index(folder).values()) or {"model.safetensors"}
+            ours = {name for name in there if name in files or not name.endswith(".safetensors")}
+    except (OSError, ValueError):
+        pass
+    if there - ours:
+        raise FileExistsError(f"{folder / min(there - ours)} is there, and no earlier export wrote "
+                              "it; move it away, or give another folder")
+    return ours
+
+
+def replace_export(temporary, folder, earlier):
+    """
+    A whole export, in a folder within folder, takes the place of an earlier one: by one rename.
+    Whoever is stopped before it leaves the old one whole; after it, finish_export goes on.
+    """
+    names = {path.name for path in temporary.iterdir()}
+    mode = (temporary / "config.json").stat().st_mode
+    for path in temporary.iterdir():
+        path.chmod(mode)                           # safetensors lets nobody but the owner read
+    goes = json.dumps({"names": sorted(earlier - names)})
+    (temporary / GOES).write_text(goes, encoding="utf-8")
+    os.rename(temporary, folder / WHOLE)
+    finish_export(folder)
+    others = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in names)
+    if others:
+        print(f"{some(others)} in {folder} is no part of the export and stays; a program that "
+              "reads every *.safetensors of a folder needs it moved away", file=sys.stderr)
+
+
+def finish_export(folder):
+    """
+    Moves a whole export in, config.json last: without it the mixture on the way is no model. What
+    stopped halfway is finished by the next call, in an export or in reading the folder.
+    """
+    whole = folder / WHOLE
+    if whole.is_symlink() or not whole.is_dir():
+        return
+    if (whole / GOES).is_file():
+        names = map(str, read_json(whole / GOES).get("names") or ())
+        names = [name for name in names if EXPORTED.fullmatch(name)]
+        if (whole / "config.json").is_file():
+            names.insert(0, "config.json")
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+    for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
+        if EXPORTED.fullmatch(path.name):
+            os.replace(path, folder / path.name)
+    (whole / GOES).unlink(missing_ok=True)
+    whole.rmdir()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1050,7 +1116,7 @@ def main(arguments, load_model):
     if len(paths) != 2 or not known:
         raise ValueError("expected: python weights.py RUN FOLDER [--dtype=float32|bfloat16] "
                          "[--experts=plain|mxfp4]")
-    source, folder = paths
+    source, folder = (os.path.expanduser(path) for path in paths)
     model, enc = load_model(source, "cpu")
     save(model, folder, getattr(torch, dtype), experts or None, enc)
     files = sorted(path.name for path in Path(folder).iterdir() if path.is_file())
