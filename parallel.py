@@ -168,11 +168,11 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
-    def sum_gradients(self, model, loss, *flags):
+    def sum_gradients(self, model, loss, stop):
         """
         After the step's last backward → the mean loss, the norm of all gradients (dense parameters
-        count once, and each expert once), and for each flag whether any rank has raised it: the
-        same on all ranks, so that they go on or stop together.
+        count once, and each expert once), and whether any rank is to stop: the same on all ranks,
+        so that they go on or stop together.
         """
         experts = model.shared_out()
         for p in experts.values():
@@ -184,8 +184,8 @@ class Ranks:
         square = torch.nn.utils.get_total_norm(dense).item() ** 2
         own = torch.nn.utils.get_total_norm([p.grad for p in experts.values()]).item() ** 2
         square = (square + own * self.expert_ranks) / self.world_size
-        loss, square, *flags = self.sum(loss / self.world_size, square, *map(float, flags))
-        return loss, math.sqrt(square), *(flag > 0 for flag in flags)
+        loss, square, stop = self.sum(loss / self.world_size, square, float(stop))
+        return loss, math.sqrt(square), stop > 0
 
     def sum_counts(self, model):
         """Add up Quantile Balancing's counts, and take the largest of QK-Clip's logits."""

@@ -145,6 +145,9 @@ def loop(run):
     settings, ranks, model, optimizer = run.settings, run.ranks, run.model, run.optimizer
     stopped = changed = False
     while run.step < settings.steps and not stopped:
+        changed = ranks.sum(run.data.changed())[0] > 0
+        if changed:
+            break
         began = time.perf_counter()
         lr = settings.lr * learning_rate(settings, run.step)
         for group in optimizer.param_groups:
@@ -152,10 +155,7 @@ def loop(run):
 
         # forward and backward: the mean over all micro-batches of all processes
         loss, batch = gradients(run)
-        loss, norm, stopped, changed = ranks.sum_gradients(
-            model, loss, bool(run.signals), run.data.changed())
-        if changed:
-            break
+        loss, norm, stopped = ranks.sum_gradients(model, loss, bool(run.signals))
         if not math.isfinite(loss + norm):
             raise FloatingPointError(what_is_not_finite(run, loss, norm, batch))
 
@@ -212,8 +212,8 @@ def gradients(run):
 @torch.no_grad()
 def evaluate(model, tokens, settings, device, autocast, ranks=None):
     """
-    Mean loss in nats per token over evenly spread windows, shared out over the ranks. A split with no
-    more windows than asked for is read whole, its last window filled up with targets of −1.
+    Mean loss in nats per token over evenly spread windows, shared out over the ranks. A split with
+    no more windows than asked for is read whole, its last window filled up with targets of −1.
     """
     ranks = ranks or Ranks()
     model.eval()
