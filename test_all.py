@@ -237,6 +237,23 @@ def test_kda_chunk_is_recurrent(T):
     assert error(o, o0) < 1e-12 and error(state, state0) < 1e-12
 
 
+@pytest.mark.parametrize("T, chunk", [(1, 64), (15, 4), (64, 64), (65, 64), (131, 50)])
+def test_kda_chunk_plain(T, chunk):
+    """The chunk form of the report, differentiated by autograd; here the gates have no bound."""
+    plain = lambda *x: kda.kda_chunk_plain(*x, chunk=chunk)
+    q, k, v, g, beta, state = kda_inputs(2, T, 2, 12, 7, seed=T)
+    assert_kda([q, k, v, g, beta, state], 1e-12, 1e-12, torch.float64, f=plain)
+    same, ones = k[:, :1].expand_as(k), torch.ones_like(beta)
+    inputs = [q, same, v, torch.zeros_like(g), ones, state]
+    assert_kda(inputs, 1e-11, 1e-11, torch.float64, f=plain)
+    for decay in (-5.9, -30.0):  # nothing overflows, forward or backward
+        half = torch.where(torch.rand_like(g) < 0.5, decay, 0.0)
+        assert_kda([q, k, v, half, beta, state], 1e-12, 1e-12, torch.float64, f=plain)
+    low = (x.bfloat16() for x in (q, k, v))
+    o, last = kda.kda_chunk_plain(*low, g.float(), beta.float(), chunk=chunk)
+    assert o.dtype == torch.bfloat16 and last.dtype == torch.float32 and o.isfinite().all()
+
+
 def test_kda_alike_keys():
     """
     A chunk of one key, β = 1, no decay: inverting by repeated squaring is off by 1e9 here,
@@ -2688,6 +2705,125 @@ def test_weights_refused_exports(tmp_path):
         random_model().save_pretrained(tmp_path / "no", torch.float16)
     with pytest.raises(ValueError, match="multiples"):
         tiny_model().save_pretrained(tmp_path / "no", experts="mxfp4")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_weights_export_touches_only_exports(tmp_path, capsys):
+    m = random_model()
+    weights.save(m, tmp_path, shard_bytes=60000)  # several files and an index
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    mine = dict.fromkeys(("model-backup.safetensors", "model_2.safetensors", "notes.md",
+                          "model.safetensors.bak"), b"mine")
+    for name, content in mine.items():
+        (tmp_path / name).write_bytes(content)
+    weights.save(m, tmp_path)  # one file: those of the old index go
+    assert not list(tmp_path.glob("model-*-of-*.safetensors"))
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+    assert contents(tmp_path).items() >= mine.items()
+    assert "model-backup.safetensors, model_2.safetensors" in capsys.readouterr().err
+    for name in ("model-backup.safetensors", "model_2.safetensors"):
+        (tmp_path / name).unlink()
+    assert torch.equal(K3.from_pretrained(tmp_path).norm.weight, m.norm.weight)
+
+
+def test_weights_export_takes_no_name_of_others(tmp_path):
+    """A file that no export wrote, under a name that an export would take: nothing is touched."""
+    m = random_model()
+    for name, content in [("config.json", b'{"mine": 1}'), ("tokenizer.json", b"{}"),
+                          ("model-00001-of-00002.safetensors", b"mine")]:
+        other = tmp_path / f"other {name}"
+        other.mkdir()
+        (other / name).write_bytes(content)
+        with pytest.raises(FileExistsError, match="no earlier export wrote it"):
+            weights.save(m, other)
+        assert contents(other) == {name: content}
+    released = write_released(tmp_path / "released", released_tensors(), files=2)
+    before = contents(released)
+    with pytest.raises(FileExistsError, match="no earlier export"):
+        weights.save(m, released)
+    assert contents(released) == before
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("old_shards, new_shards", [
+    (30000, 10**9), (10**9, 30000), (10**9, 10**9), (30000, 30000)])
+def test_weights_export_killed_anywhere(old_shards, new_shards, tmp_path, monkeypatch):
+    """Before any change to a folder's names: the old export or the new one is whole."""
+    old, new = (tiny_model(seed, n_layer=2, mla_every=2, num_experts=2) for seed in (1, 2))
+    weights.save(old, tmp_path / "origin", shard_bytes=old_shards)
+    monkeypatch.setattr(weights.shutil, "rmtree", lambda *_, **__: None)  # a kill clears nothing up
+    changes = (os, "replace"), (os, "rename"), (Path, "unlink"), (Path, "rmdir")
+
+    def save_until(last, folder):
+        """An export that is killed before its change number `last` → whether it came to its end."""
+        calls = iter(range(100))
+
+        def counted(change):
+            def call(*arguments, **keywords):
+                if next(calls) == last:
+                    raise Killed
+                return change(*arguments, **keywords)
+            return call
+        with monkeypatch.context() as patch:
+            for owner, name in changes:
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            try:
+                weights.save(new, folder, shard_bytes=new_shards)
+            except Killed:
+                return False
+        return True
+
+    def is_whole(model, read):
+        return all(torch.equal(a, b) for a, b in zip(model.parameters(), read.parameters()))
+    found, done = [], False
+    while not done:
+        folder = shutil.copytree(tmp_path / "origin", tmp_path / f"run {len(found)}")
+        done = save_until(len(found), folder)
+        read = K3.from_pretrained(folder)
+        assert is_whole(old, read) or is_whole(new, read)
+        found.append("new" if is_whole(new, read) else "old")
+        assert not (folder / ".new-export").exists()
+        weights.save(new, folder, shard_bytes=new_shards)  # the next export goes through
+    # killed early the old one, killed late the new one
+    assert found[0] == "old" and found[-1] == "new" and found == sorted(found, reverse=True)
+    assert len(found) > 3
+
+
+def test_weights_export_in_a_hostile_folder(tmp_path):
+    """A folder from elsewhere says what to delete: only names of exports, only in itself."""
+    a, b, mine = tmp_path / "a", tmp_path / "b", tmp_path / "mine.safetensors"
+    write_released(a, released_tensors())
+    mine.write_bytes(b"mine")
+    (a / "keep.txt").write_text("mine")
+    (a / ".new-export").mkdir()
+    names = ["../mine.safetensors", "keep.txt", str(mine), 5, None]
+    (a / ".new-export/goes.json").write_text(json.dumps({"names": names}))
+    K3.from_pretrained(a)
+    assert mine.exists() and (a / "keep.txt").exists()
+    b.mkdir()
+    os.symlink(a, b / ".new-export")  # would move another folder's files
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        K3.from_pretrained(b)
+    assert (a / "config.json").exists()
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_weights_export_modes(mask, mode, tmp_path):
+    """Whoever the umask lets read may read all files of an export."""
+    m = random_model(vocab_size=260)
+    m.tokenizer = tokenizer.make("bytes")
+    before = os.umask(mask)
+    try:
+        weights.save(m, tmp_path / "a")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a").iterdir()} == {mode}
 
 
 def test_weights_mxfp4_export(tmp_path):
