@@ -1,32 +1,39 @@
 """
-KDA as Triton kernels, forward, backward and decode (report §2.1.1, §5.1); the algebra is that of kda.py, where the slow definition is.
+KDA as Triton kernels: forward, backward and decode (report §2.1.1, §5.1). The algebra, and the slow
+definition, stand in kda.py.
 
-    kda(q, k, v, g, beta, state=None) → o, state         kda_chunk's contract, with Triton in both directions
-    kda_decode(q, k, v, g, beta, state) → o              one token; the state is changed in place
-    situ(g, u, beta, linear_beta), mix(u, eps, *sources) the element-wise work that would otherwise be a dozen passes each
-    python kernels.py                                    compiles every kernel for sm_80, 89, 90, 100 and gfx942, without a GPU
+    kda(q, k, v, g, beta, state=None) → o, state           kda_chunk's contract, on a GPU
+    kda_decode(q, k, v, g, beta, state) → o                one token; the state changes in place
+    situ(g, u, beta, linear_beta), mix(u, eps, *sources)   element-wise work in one pass, not dozens
+    python kernels.py            compiles all of it for sm_80, 89, 90, 100, gfx942, without a GPU
 
-A sequence goes in chunks of C = 64 tokens (or 32, if that turns out to be faster). Forward is four kernels; only the third is sequential:
+A sequence goes in chunks of C = 64 tokens (or 32, where that was measured to be faster). Forward is
+four kernels; only the third is sequential:
 
-    scores  one program per 16 rows of a chunk, and head: A_qk and L = Diag(β) A_kk
-    solve   one program per chunk and head: (I + L)^-1, from it W and U₀, and the scaled copies Q⁺ and K⁻
-    states  one program per head and block of V: carries the state S over the chunks, U = U₀ − W S, S ← Diag(e^{G_C}) S + K⁻ᵀ U
-    output  one program per chunk, head and block of V: O = Q⁺ S + A_qk U
+    scores   a program per 16 rows of a chunk, and head: A_qk and L = Diag(β) A_kk
+    solve    a program per chunk and head: (I + L)^-1, from it W and U₀; and Q⁺, K⁻
+    states   a program per head and block of V: U = U₀ − W S,  S ← Diag(e^{G_C}) S + K⁻ᵀ U
+    output   a program per chunk, head and block of V: O = Q⁺ S + A_qk U
 
-Backward keeps nothing but the arguments (0 bytes a token beyond them): it runs the first three again, and then
+Backward keeps nothing but the arguments. It runs the first three again, and then:
 
-    dstates one program per head and block of V: dU = A_qkᵀ dO + K⁻ dS, dS ← Diag(e^{G_C}) dS + Q⁺ᵀ dO − Wᵀ dU, last chunk first
-    dsolve  one program per chunk and head: through the triangular solve: dv, dβ, dA_qk, dA_kk
-    dinputs one program per chunk, head and block of K: dq, dk, dg
+    dstates  a program per head and block of V, from the last chunk to the first:
+             dU = A_qkᵀ dO + K⁻ dS,  dS ← Diag(e^{G_C}) dS + Q⁺ᵀ dO − Wᵀ dU
+    dsolve   a program per chunk and head: back through the triangular solve, dv, dβ, dA_qk, dA_kk
+    dinputs  a program per chunk, head and block of K: dq, dk, dg
 
-In the formulas Q⁺ = K^-½ Q ⊙ e^G, K⁺ = K ⊙ e^G, K⁻ = K ⊙ e^{G_C − G}; W = (I + L)^-1 Diag(β) K⁺ and U₀ = (I + L)^-1 Diag(β) V, so that
-U = U₀ − W S solves (I + L) U = R = Diag(β) (V − K⁺ S).
+Q⁺ = K^-½ Q ⊙ e^G, K⁺ = K ⊙ e^G, K⁻ = K ⊙ e^{G_C − G}. As W = (I + L)^-1 Diag(β) K⁺ and
+U₀ = (I + L)^-1 Diag(β) V, U = U₀ − W S solves (I + L) U = Diag(β) (V − K⁺ S).
 
-On paper, for a token and head at K = V = 128, C = 64, bf16 (g fp32). Operations: A_qk, A_kk, W, U₀ and A_qk U 16k each, the
-inverse 8k in three tf32 products, the three products with S 33k each: 203k. Bytes: the least is q, k, v, g, β in and o out, 1,540; these
-kernels move 1,028 + 384 (scores, its columns' re-reads from L2 not counted), 1,540 + 1,160 (solve), 776 + 768 (states) and 1,152 + 256
-(output): 7,060. At T = 4,096, H = 64 (262,144 tokens × heads), 4.3 TB/s and 780 TFLOP/s: 0.07 ms of operations, 0.09 ms of least bytes,
-0.43 ms of bytes moved. Nobody has timed these kernels on a GPU yet.
+On paper, a token and head at K = V = 128, C = 64, bf16 (g fp32) take 203k operations (A_qk, A_kk,
+W, U₀ and A_qk U 16k each, the inverse 8k thrice in tf32, products with S 33k each) and 1,540 bytes
+at least; these kernels move 7,060: 1,412 in scores (re-reads from L2 not counted), 2,700 in solve,
+1,544 in states, 1,408 in output. At T = 4,096, H = 64, 4.3 TB/s and 780 TFLOP/s: 0.07 ms for the
+operations, 0.09 ms for the least bytes, 0.43 ms for those moved. Not yet timed on a GPU.
+
+Shapes: B sequences, T tokens, H heads, K and V channels of a key and a value, N chunks of C tokens;
+BH is B·H, every head of every sequence, and bh one of them. A token tensor is (B, T, H, ·), a chunk
+tensor (BH, N, rows, ·). Programs go through K and V in blocks of BK and BV.
 """
 import math
 import os
@@ -40,79 +47,95 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOG2E = tl.constexpr(math.log2(math.e))
-SHIFT = tl.constexpr(64.0)                            # splits a tile's exponents evenly between row and column factors: 2^±64 at g = −5.9 (kda.py's is for columns that move on)
+# Splits a tile's exponents evenly between rows and columns, 2^±64 at g = −5.9. kda.py has less, as
+# its columns move on from tile to tile.
+SHIFT = tl.constexpr(64.0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Pieces that several kernels share. m counts sequences × heads; a token tensor is (B, T, H, D), a chunk tensor (M, N, rows, D).
+# --------------------------------------------------------------------------------------------------
+# What several kernels share. A place is a pair: offsets, and the mask of those inside the tensor.
 
 @triton.jit
 def _dot(a, b, PRECISION: tl.constexpr):
-    if INTERPRETED:                                                        # which would multiply the bit patterns of bf16 numbers
+    if INTERPRETED:     # the interpreter would multiply the bit patterns of bf16 numbers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
-def _tokens(m, t, T, H, D, columns):
-    """Where the rows t of a token tensor are: offsets and mask."""
-    at = ((m // H).to(tl.int64) * T + t) * H + m % H
+def _tokens(bh, t, T, H, D, columns):
+    """The place of tokens t and columns of head bh in a token tensor (B, T, H, D)."""
+    at = ((bh // H).to(tl.int64) * T + t) * H + bh % H
     return at[:, None] * D + columns[None, :], (t[:, None] < T) & (columns[None, :] < D)
 
 
 @triton.jit
 def _matrix(index, rows, R, columns, D):
-    """Where the rows of the index-th matrix (R, D) of a chunk tensor are."""
-    return (index.to(tl.int64) * R + rows[:, None]) * D + columns[None, :], (rows[:, None] < R) & (columns[None, :] < D)
+    """The place of rows and columns in the index-th matrix (R, D) of a chunk tensor."""
+    offsets = (index.to(tl.int64) * R + rows[:, None]) * D + columns[None, :]
+    return offsets, (rows[:, None] < R) & (columns[None, :] < D)
 
 
 @triton.jit
-def _load(x, where):
+def _load(x, place):
     """Zero outside."""
-    return tl.load(x + where[0], mask=where[1], other=0.0)
+    return tl.load(x + place[0], mask=place[1], other=0.0)
 
 
 @triton.jit
-def _store(x, where, value):
-    tl.store(x + where[0], value.to(x.dtype.element_ty), mask=where[1])
+def _store(x, place, value):
+    tl.store(x + place[0], value.to(x.dtype.element_ty), mask=place[1])
 
 
 @triton.jit
-def _running_sum(g, where):
-    """G (C, BK), the sum of the log decays up to each row, in base 2, and its last row (BK)."""
-    G = tl.cumsum(_load(g, where).to(tl.float32) * LOG2E, axis=0)
-    return G, tl.sum(tl.where((tl.arange(0, G.shape[0]) == G.shape[0] - 1)[:, None], G, 0.0), axis=0)
+def _running_sum(g, place):
+    """G (C, BK), the sum of log decays up to each row in base 2, and its last row G_C (BK)."""
+    G = tl.cumsum(_load(g, place).to(tl.float32) * LOG2E, axis=0)
+    is_last = tl.arange(0, G.shape[0]) == G.shape[0] - 1
+    return G, tl.sum(tl.where(is_last[:, None], G, 0.0), axis=0)
 
 
 @triton.jit
 def _factors(G, tile, C: tl.constexpr, BK: tl.constexpr):
-    """exp2(G_i − G_j) for the 16 rows i of a tile as row (16, BK) · col (C, BK), anchored at the tile's first row. col is zero for rows after the tile."""
-    G_tile = tl.sum(tl.where((tl.arange(0, C // 16) == tile)[:, None, None], tl.reshape(G, (C // 16, 16, BK)), 0.0), axis=0)     # (16, BK)
-    anchor = tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], G_tile, 0.0), axis=0)                     # (BK)
+    """
+    exp2(G_i − G_j) for the 16 rows i of a tile, as row (16, BK) · col (C, BK) around the tile's
+    first row. col is zero for rows after the tile.
+    """
+    is_tile = (tl.arange(0, C // 16) == tile)[:, None, None]
+    G_tile = tl.sum(tl.where(is_tile, tl.reshape(G, (C // 16, 16, BK)), 0.0), axis=0)     # (16, BK)
+    anchor = tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], G_tile, 0.0), axis=0)      # (BK)
     seen = tl.arange(0, C) < (tile + 1) * 16
-    col = tl.exp2(tl.where(seen[:, None], anchor[None, :] - G - SHIFT, float("-inf")))                   # masked before the exp
+    # masked before the exp
+    col = tl.exp2(tl.where(seen[:, None], anchor[None, :] - G - SHIFT, float("-inf")))
     return tl.exp2(G_tile - anchor[None, :] + SHIFT), col
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Forward
 
 @triton.jit
-def scores(q, k, g, beta, A_qk, L, T, H, N, K, scale, C: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr):
-    """A_qk and L = Diag(β) A_kk, 16 rows of a chunk. Grid (N · C/16, M)."""
-    m, chunk, tile = tl.program_id(1), tl.program_id(0) // (C // 16), tl.program_id(0) % (C // 16)
+def scores(q, k, g, beta, A_qk, L, T, H, N, K, scale,
+           C: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr):
+    """A_qk and L = Diag(β) A_kk, 16 rows of a chunk. Grid (N · C/16, BH)."""
+    bh = tl.program_id(1)
+    chunk, tile = tl.program_id(0) // (C // 16), tl.program_id(0) % (C // 16)
     j, rows = tl.arange(0, C), tile * 16 + tl.arange(0, 16)
+
+    # both products at once, a block of K at a time
     a_qk, a_kk = tl.zeros((16, C), tl.float32), tl.zeros((16, C), tl.float32)
     for start in range(0, K, BK):
-        columns = start + tl.arange(0, BK)
-        whole, part = _tokens(m, chunk * C + j, T, H, K, columns), _tokens(m, chunk * C + rows, T, H, K, columns)
+        kk = start + tl.arange(0, BK)
+        whole = _tokens(bh, chunk * C + j, T, H, K, kk)
+        part = _tokens(bh, chunk * C + rows, T, H, K, kk)
         G, _ = _running_sum(g, whole)
         row, col = _factors(G, tile, C, BK)
-        seen_k = tl.trans(_load(k, whole).to(tl.float32) * col)                                          # (BK, C)
+        seen_k = tl.trans(_load(k, whole).to(tl.float32) * col)                            # (BK, C)
         a_qk += _dot(_load(q, part).to(tl.float32) * row, seen_k, DOT)
         a_kk += _dot(_load(k, part).to(tl.float32) * row, seen_k, DOT)
-    a_kk *= _load(beta, _tokens(m, chunk * C + rows, T, H, 1, tl.arange(0, 1)))
-    square = _matrix(m * N + chunk, rows, C, j, C)
+
+    # β by row, the scale, and the causal masks
+    a_kk *= _load(beta, _tokens(bh, chunk * C + rows, T, H, 1, tl.arange(0, 1)))
+    square = _matrix(bh * N + chunk, rows, C, j, C)
     _store(A_qk, square, tl.where(rows[:, None] >= j[None, :], a_qk * scale, 0.0))
     _store(L, square, tl.where(rows[:, None] > j[None, :], a_kk, 0.0))
 
@@ -120,119 +143,149 @@ def scores(q, k, g, beta, A_qk, L, T, H, N, K, scale, C: tl.constexpr, BK: tl.co
 @triton.jit
 def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, K, V, scale,
           C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """(I + L)^-1, W and U₀ from it, Q⁺, K⁻ (chunk tensors), and total = e^{G_C} (M, N, K). Grid (N, M)."""
-    chunk, m = tl.program_id(0), tl.program_id(1)
-    index, i = m * N + chunk, tl.arange(0, C)
-    SOLVE: tl.constexpr = "ieee" if DOT == "ieee" else "tf32x3"                                          # as good as fp32, whatever the inputs are
+    """(I + L)^-1, W, U₀, Q⁺, K⁻ (chunk tensors), and total = e^{G_C} (BH, N, K). Grid (N, BH)."""
+    chunk, bh = tl.program_id(0), tl.program_id(1)
+    index, i = bh * N + chunk, tl.arange(0, C)
+    # the solve is as good as fp32, whatever the inputs are
+    SOLVE: tl.constexpr = "ieee" if DOT == "ieee" else "tf32x3"
 
-    # forward substitution row by row in the 16-row tiles, all at once. Never by squaring: its powers reach 1e9 for keys that are alike
+    # The tiles on the diagonal, inverted all at once by forward substitution, row by row. Never by
+    # squaring: if keys are alike, powers reach 1e9.
     tile, r = tl.arange(0, C // 16), tl.arange(0, 16)
-    at = (tile * 16)[:, None, None] + r[None, :, None]
-    X = -tl.load(L + index.to(tl.int64) * C * C + at * C + (tile * 16)[:, None, None] + r[None, None, :])             # (n, 16, 16)
+    row = (tile * 16)[:, None, None] + r[None, :, None]
+    L_tile = L + index.to(tl.int64) * C * C + row * C + (tile * 16)[:, None, None]
+    X = -tl.load(L_tile + r[None, None, :])                                       # (tiles, 16, 16)
     for s in range(2, 16):
         here = (r == s)[None, :, None]
-        new = tl.sum(tl.where(here, X, 0.0), axis=1)                                                     # (n, 16): row s of each tile
+        new = tl.sum(tl.where(here, X, 0.0), axis=1)                # row s of a tile, (tiles, 16)
         new += tl.sum(new[:, :, None] * X, axis=1)
         X = tl.where(here, new[:, None, :], X)
     X = tl.where((r[:, None] == r[None, :])[None], 1.0, X)
-    D = tl.where((i[:, None] // 16 == tile[None, :])[:, :, None], tl.reshape(X, (C, 1, 16)), 0.0)        # the tiles on the diagonal …
-    D = tl.reshape(D, (C, C))
-    for t in range(1, C // 16):                                                                          # … then tile by tile: −X_tt (L_t,<t D_<t)
-        left = tl.where(i[None, :] < t * 16, _load(L, _matrix(index, t * 16 + r, C, i, C)), 0.0)         # (16, C)
+
+    # Below them, one row of tiles t after another: −X_tt (L_t,<t D_<t)
+    is_diagonal = (i[:, None] // 16 == tile[None, :])[:, :, None]
+    D = tl.reshape(tl.where(is_diagonal, tl.reshape(X, (C, 1, 16)), 0.0), (C, C))
+    for t in range(1, C // 16):
+        earlier = i[None, :] < t * 16
+        left = tl.where(earlier, _load(L, _matrix(index, t * 16 + r, C, i, C)), 0.0)       # (16, C)
         here = (tile == t)[:, None, None]
-        new = _dot(tl.sum(tl.where(here, X, 0.0), axis=0), _dot(left, D, SOLVE), SOLVE)                  # (16, C)
+        X_tt = tl.sum(tl.where(here, X, 0.0), axis=0)                                     # (16, 16)
+        new = _dot(X_tt, _dot(left, D, SOLVE), SOLVE)                                      # (16, C)
         D -= tl.reshape(tl.where(here, new[None], 0.0), (C, C))
     _store(inverse, _matrix(index, i, C, i, C), D)
 
-    b = _load(beta, _tokens(m, chunk * C + i, T, H, 1, tl.arange(0, 1)))                                 # (C, 1)
+    # W from the keys, beside the scaled copies of q and k
+    b = _load(beta, _tokens(bh, chunk * C + i, T, H, 1, tl.arange(0, 1)))                   # (C, 1)
     for start in range(0, K, BK):
-        columns = start + tl.arange(0, BK)
-        by_k, out = _tokens(m, chunk * C + i, T, H, K, columns), _matrix(index, i, C, columns, K)
-        G, end = _running_sum(g, by_k)
+        kk = start + tl.arange(0, BK)
+        by_k, out = _tokens(bh, chunk * C + i, T, H, K, kk), _matrix(index, i, C, kk, K)
+        G, G_C = _running_sum(g, by_k)
         bq, bk = _load(q, by_k).to(tl.float32), _load(k, by_k).to(tl.float32)
         _store(W, out, _dot(D, bk * tl.exp2(G) * b, DOT))
         _store(q_plus, out, bq * tl.exp2(G) * scale)
-        _store(k_minus, out, bk * tl.exp2(end[None, :] - G))
-        _store(total, (index.to(tl.int64) * K + columns, columns < K), tl.exp2(end))
+        _store(k_minus, out, bk * tl.exp2(G_C[None, :] - G))
+        _store(total, (index.to(tl.int64) * K + kk, kk < K), tl.exp2(G_C))
+
+    # U₀ from the values
     for start in range(0, V, BV):
-        columns = start + tl.arange(0, BV)
-        bv = _load(v, _tokens(m, chunk * C + i, T, H, V, columns)).to(tl.float32)
-        _store(U0, _matrix(index, i, C, columns, V), _dot(D, bv * b, DOT))
+        vv = start + tl.arange(0, BV)
+        bv = _load(v, _tokens(bh, chunk * C + i, T, H, V, vv)).to(tl.float32)
+        _store(U0, _matrix(index, i, C, vv, V), _dot(D, bv * b, DOT))
 
 
 @triton.jit
-def states(W, U0, k_minus, total, first, U, entering, last, N, K, V, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """From first (M, K, V): U, the state entering each chunk, and the last one. Without U0 it counts as zero; U and entering may be
-    None: then only the last state is made. Grid (blocks of V, M)."""
-    m = tl.program_id(1)
-    i, kk, columns = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    S = _load(first, _matrix(m, kk, K, columns, V)).to(tl.float32)                                       # (KP, BV)
+def states(W, U0, k_minus, total, first, U, entering, last, N, K, V,
+           C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
+    """
+    From first (BH, K, V): U, the state entering each chunk, and the last one. U0 = None counts as
+    zero; with U and entering = None only the last state is made. KP is K up to a power of two.
+    Grid (blocks of V, BH).
+    """
+    bh = tl.program_id(1)
+    i, kk, vv = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
+    S = _load(first, _matrix(bh, kk, K, vv, V)).to(tl.float32)                            # (KP, BV)
     for chunk in range(N):
-        index = m * N + chunk
-        by_k, by_v = _matrix(index, i, C, kk, K), _matrix(index, i, C, columns, V)
+        index = bh * N + chunk
+        by_k, by_v = _matrix(index, i, C, kk, K), _matrix(index, i, C, vv, V)
         if entering is not None:
-            _store(entering, _matrix(index, kk, K, columns, V), S)
+            _store(entering, _matrix(index, kk, K, vv, V), S)
+        # U = U₀ − W S
         w = _load(W, by_k)
-        u = -_dot(w, S.to(w.dtype), DOT)                                                                 # (C, BV)
+        u = -_dot(w, S.to(w.dtype), DOT)                                                   # (C, BV)
         if U0 is not None:
             u += _load(U0, by_v).to(tl.float32)
         if U is not None:
             _store(U, by_v, u)
+        # S ← Diag(e^{G_C}) S + K⁻ᵀ U
         keep = _load(k_minus, by_k)
         S *= _load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
         S += _dot(tl.trans(keep), u.to(keep.dtype), DOT)
-    _store(last, _matrix(m, kk, K, columns, V), S)
+    _store(last, _matrix(bh, kk, K, vv, V), S)
 
 
 @triton.jit
-def output(q_plus, A_qk, U, entering, o, T, H, N, K, V, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """O = Q⁺ S + A_qk U, a token tensor. Grid (N, blocks of V, M)."""
-    chunk, m = tl.program_id(0), tl.program_id(2)
-    index, i, columns = m * N + chunk, tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
-    out = _dot(_load(A_qk, _matrix(index, i, C, i, C)), _load(U, _matrix(index, i, C, columns, V)), DOT)       # (C, BV)
+def output(q_plus, A_qk, U, entering, o, T, H, N, K, V,
+           C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
+    """O = A_qk U + Q⁺ S, a token tensor. Grid (N, blocks of V, BH)."""
+    chunk, bh = tl.program_id(0), tl.program_id(2)
+    index, i, vv = bh * N + chunk, tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
+    a, u = _load(A_qk, _matrix(index, i, C, i, C)), _load(U, _matrix(index, i, C, vv, V))
+    out = _dot(a, u, DOT)                                                                  # (C, BV)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
-        out += _dot(_load(q_plus, _matrix(index, i, C, kk, K)), _load(entering, _matrix(index, kk, K, columns, V)), DOT)
-    _store(o, _tokens(m, chunk * C + i, T, H, V, columns), out)
+        q_block = _load(q_plus, _matrix(index, i, C, kk, K))
+        out += _dot(q_block, _load(entering, _matrix(index, kk, K, vv, V)), DOT)
+    _store(o, _tokens(bh, chunk * C + i, T, H, V, vv), out)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Backward
 
 @triton.jit
 def dstates(W, q_plus, k_minus, A_qk, total, do, dlast, dU, leaving, dfirst, T, H, N, K, V,
             C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """From dlast (M, K, V), last chunk first: dU, the gradient of the state that leaves each chunk, and dfirst. Grid (blocks of V, M)."""
-    m = tl.program_id(1)
-    i, kk, columns = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    dS = _load(dlast, _matrix(m, kk, K, columns, V)).to(tl.float32)                                      # (KP, BV)
+    """
+    From dlast (BH, K, V), last chunk first: dU, the gradient of the state leaving each chunk, and
+    dfirst. Grid (blocks of V, BH).
+    """
+    bh = tl.program_id(1)
+    i, kk, vv = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
+    dS = _load(dlast, _matrix(bh, kk, K, vv, V)).to(tl.float32)                           # (KP, BV)
     for step in range(N):
         chunk = N - 1 - step
-        index = m * N + chunk
-        _store(leaving, _matrix(index, kk, K, columns, V), dS)
+        index = bh * N + chunk
+        _store(leaving, _matrix(index, kk, K, vv, V), dS)
+        # dU = A_qkᵀ dO + K⁻ dS
         by_k = _matrix(index, i, C, kk, K)
         a, keep = _load(A_qk, _matrix(index, i, C, i, C)), _load(k_minus, by_k)
-        bdo = _load(do, _tokens(m, chunk * C + i, T, H, V, columns)).to(a.dtype)
+        bdo = _load(do, _tokens(bh, chunk * C + i, T, H, V, vv)).to(a.dtype)
         du = _dot(tl.trans(a), bdo, DOT) + _dot(keep, dS.to(keep.dtype), DOT)
-        _store(dU, _matrix(index, i, C, columns, V), du)
+        _store(dU, _matrix(index, i, C, vv, V), du)
+        # dS ← Diag(e^{G_C}) dS + Q⁺ᵀ dO − Wᵀ dU
         dS *= _load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
         dS += _dot(tl.trans(_load(q_plus, by_k)), bdo, DOT)
         dS -= _dot(tl.trans(_load(W, by_k)), du.to(a.dtype), DOT)
-    _store(dfirst, _matrix(m, kk, K, columns, V), dS)
+    _store(dfirst, _matrix(bh, kk, K, vv, V), dS)
 
 
 @triton.jit
-def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """dR = (I + L)^-ᵀ dU, dv = β dR, dβ = Σ dR ⊙ error with error = U / β; dA_qk = tril(dO Uᵀ), dA_kk = −strict_tril(dv Uᵀ). Grid (N, M)."""
-    chunk, m = tl.program_id(0), tl.program_id(1)
-    index, i = m * N + chunk, tl.arange(0, C)
-    square, by_token = _matrix(index, i, C, i, C), _tokens(m, chunk * C + i, T, H, 1, tl.arange(0, 1))
+def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V,
+           C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
+    """
+    dR = (I + L)^-ᵀ dU, dv = β dR, dβ = Σ dR ⊙ error, where error = U / β;
+    dA_qk = tril(dO Uᵀ), dA_kk = −strict_tril(dv Uᵀ). Grid (N, BH).
+    """
+    chunk, bh = tl.program_id(0), tl.program_id(1)
+    index, i = bh * N + chunk, tl.arange(0, C)
+    square = _matrix(index, i, C, i, C)
+    by_token = _tokens(bh, chunk * C + i, T, H, 1, tl.arange(0, 1))
     b, back = tl.maximum(_load(beta, by_token), 1e-30), tl.trans(_load(inverse, square))
-    a_qk, a_kk, db = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
+    a_qk, a_kk = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    db = tl.zeros((C,), tl.float32)
     for start in range(0, V, BV):
-        columns = start + tl.arange(0, BV)
-        by_v, by_token_v = _matrix(index, i, C, columns, V), _tokens(m, chunk * C + i, T, H, V, columns)
-        u, dr = _load(U, by_v), _dot(back, _load(dU, by_v), DOT)                                         # (C, BV)
+        vv = start + tl.arange(0, BV)
+        by_v, by_token_v = _matrix(index, i, C, vv, V), _tokens(bh, chunk * C + i, T, H, V, vv)
+        u, dr = _load(U, by_v), _dot(back, _load(dU, by_v), DOT)                           # (C, BV)
         db += tl.sum(dr * (u.to(tl.float32) / b), axis=1)
         dr *= b
         _store(dv, by_token_v, dr)
@@ -246,112 +299,152 @@ def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V, C: tl.
 @triton.jit
 def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, H, N, K, V, scale,
             C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """Row gradients through Q⁺ and K⁺ (with S) and through A's rows, column gradients through K⁻ and A's columns; x ⊙ dx with its sign is
-    the gradient of G, and g gets the sum of all later ones in its chunk. Grid (N, blocks of K, M)."""
-    chunk, m = tl.program_id(0), tl.program_id(2)
-    index, i, kk = m * N + chunk, tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
-    by_k = _tokens(m, chunk * C + i, T, H, K, kk)
+    """
+    Gradients of rows come through Q⁺ and K⁺ (with S) and through A's rows, those of columns through
+    K⁻ and A's columns. x ⊙ dx with its sign is the gradient of G, and g gets the sum of all later
+    ones in its chunk. Grid (N, blocks of K, BH).
+    """
+    chunk, bh = tl.program_id(0), tl.program_id(2)
+    index, i, kk = bh * N + chunk, tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
+    by_k = _tokens(bh, chunk * C + i, T, H, K, kk)
 
-    drow_q, drow_k, dkeep = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
-    held = tl.zeros((BK,), tl.float32)                                                                   # Σ_v S₀ ⊙ dS
+    # through the states: dQ⁺ = dO Sᵀ, dK⁺ = −dv Sᵀ, dK⁻ = U dSᵀ, and Σ_v S ⊙ dS for e^{G_C}
+    drow_q, drow_k = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
+    dkeep, held = tl.zeros((C, BK), tl.float32), tl.zeros((BK,), tl.float32)
     for start in range(0, V, BV):
-        columns = start + tl.arange(0, BV)
-        by_state, by_v = _matrix(index, kk, K, columns, V), _tokens(m, chunk * C + i, T, H, V, columns)
-        S, dS = _load(entering, by_state), _load(leaving, by_state)                                      # (BK, BV)
+        vv = start + tl.arange(0, BV)
+        by_state, by_v = _matrix(index, kk, K, vv, V), _tokens(bh, chunk * C + i, T, H, V, vv)
+        S, dS = _load(entering, by_state), _load(leaving, by_state)                       # (BK, BV)
         held += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
         drow_q += _dot(_load(do, by_v).to(S.dtype), tl.trans(S), DOT)
         drow_k -= _dot(_load(dv, by_v).to(S.dtype), tl.trans(S), DOT)
-        dkeep += _dot(_load(U, _matrix(index, i, C, columns, V)), tl.trans(dS), DOT)
-
-    G, end = _running_sum(g, by_k)
+        dkeep += _dot(_load(U, _matrix(index, i, C, vv, V)), tl.trans(dS), DOT)
+    G, G_C = _running_sum(g, by_k)
     bk = _load(k, by_k).to(tl.float32)
-    drow_q, drow_k, dkeep = drow_q * tl.exp2(G), drow_k * tl.exp2(G), dkeep * tl.exp2(end[None, :] - G)
+    drow_q, drow_k = drow_q * tl.exp2(G), drow_k * tl.exp2(G)
+    dkeep = dkeep * tl.exp2(G_C[None, :] - G)
+
+    # through A, a tile of rows after another
     dcol = dkeep
     for tile in range(0, C // 16):
         rows = tile * 16 + tl.arange(0, 16)
         row, col = _factors(G, tile, C, BK)
-        part, strip = _tokens(m, chunk * C + rows, T, H, K, kk), _matrix(index, rows, C, i, C)
-        rows_q, rows_k = _load(q, part).to(tl.float32) * scale * row, _load(k, part).to(tl.float32) * row        # (16, BK)
-        a_qk, a_kk = _load(dA_qk, strip), _load(dA_kk, strip)                                            # (16, C)
+        part, strip = _tokens(bh, chunk * C + rows, T, H, K, kk), _matrix(index, rows, C, i, C)
+        rows_q = _load(q, part).to(tl.float32) * scale * row                              # (16, BK)
+        rows_k = _load(k, part).to(tl.float32) * row
+        a_qk, a_kk = _load(dA_qk, strip), _load(dA_kk, strip)                              # (16, C)
         here = (tl.arange(0, C // 16) == tile)[:, None, None]
-        drow_q += tl.reshape(tl.where(here, (_dot(a_qk, col * bk, DOT) * row)[None], 0.0), (C, BK))
-        drow_k += tl.reshape(tl.where(here, (_dot(a_kk, col * bk, DOT) * row)[None], 0.0), (C, BK))
+        new = (_dot(a_qk, col * bk, DOT) * row)[None]                                  # (1, 16, BK)
+        drow_q += tl.reshape(tl.where(here, new, 0.0), (C, BK))
+        new = (_dot(a_kk, col * bk, DOT) * row)[None]
+        drow_k += tl.reshape(tl.where(here, new, 0.0), (C, BK))
         dcol += col * (_dot(tl.trans(a_qk), rows_q, DOT) + _dot(tl.trans(a_kk), rows_k, DOT))
+
+    # the decays
     dG = _load(q, by_k).to(tl.float32) * drow_q * scale + bk * (drow_k - dcol)
-    last = tl.sum(bk * dkeep, axis=0) + tl.exp2(end) * held
-    dG += tl.where((i == C - 1)[:, None], last[None, :], 0.0)
+    dG_C = tl.sum(bk * dkeep, axis=0) + tl.exp2(G_C) * held
+    dG += tl.where((i == C - 1)[:, None], dG_C[None, :], 0.0)
     _store(dq, by_k, drow_q * scale)
     _store(dk, by_k, drow_k + dcol)
     _store(dg, by_k, tl.cumsum(dG, axis=0, reverse=True))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Launching. Each list is what autotune tries, once per widths, C and dtypes, on the first sequence of at least 1,024 tokens. Shorter ones, and
-# the interpreter, take the first choice: it fits all chips that `python kernels.py` compiles for, also with K and V of 256 in fp32, and in bf16
-# with K and V up to 128 it spills on no NVIDIA chip there.
+# --------------------------------------------------------------------------------------------------
+# Launching. Autotune tries each of these once per widths, C and dtypes, on the first sequence of at
+# least 1,024 tokens. Shorter ones, and the interpreter, take the first choice: it fits every chip
+# of `python kernels.py`, also with K and V of 256 in fp32; in bf16 with K and V up to 128 it spills
+# on no NVIDIA chip there.
 
 def _tuned(kernel, key, *choices):
-    configs = [triton.Config({name: value for name, value in c.items() if name[0] == "B"}, num_warps=c["warps"], num_stages=c["stages"]) for c in choices]
+    """choices: (warps, stages, block sizes) each; key: the arguments that call for a new choice."""
+    configs = [triton.Config(blocks, num_warps=warps, num_stages=stages)
+               for warps, stages, blocks in choices]
     return triton.autotune(configs, key)(kernel)
 
 
-_scores = _tuned(scores, ["K", "C"], dict(BK=32, warps=4, stages=2), dict(BK=64, warps=4, stages=2), dict(BK=32, warps=2, stages=2))
-_solve = _tuned(solve, ["K", "V", "C"], dict(BK=32, BV=64, warps=4, stages=2), dict(BK=32, BV=64, warps=8, stages=2), dict(BK=16, BV=32, warps=4, stages=2))
-_states = _tuned(states, ["K", "V", "C"], dict(BV=32, warps=4, stages=1), dict(BV=32, warps=4, stages=2), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=4, stages=2))
-_output = _tuned(output, ["K", "V", "C"], dict(BK=64, BV=64, warps=4, stages=2), dict(BK=32, BV=128, warps=4, stages=2), dict(BK=32, BV=64, warps=4, stages=3))
-_dstates = _tuned(dstates, ["K", "V", "C"], dict(BV=32, warps=4, stages=1), dict(BV=16, warps=4, stages=2), dict(BV=64, warps=8, stages=1))
-_dsolve = _tuned(dsolve, ["V", "C"], dict(BV=32, warps=4, stages=2), dict(BV=64, warps=4, stages=2), dict(BV=64, warps=8, stages=2))
-_dinputs = _tuned(dinputs, ["K", "V", "C"], dict(BK=16, BV=64, warps=4, stages=2), dict(BK=32, BV=32, warps=8, stages=2), dict(BK=16, BV=32, warps=4, stages=3))
+_scores = _tuned(scores, ["K", "C"],
+    (4, 2, dict(BK=32)), (4, 2, dict(BK=64)), (2, 2, dict(BK=32)))
+_solve = _tuned(solve, ["K", "V", "C"],
+    (4, 2, dict(BK=32, BV=64)), (8, 2, dict(BK=32, BV=64)), (4, 2, dict(BK=16, BV=32)))
+_states = _tuned(states, ["K", "V", "C"],
+    (4, 1, dict(BV=32)), (4, 2, dict(BV=32)), (4, 2, dict(BV=16)), (4, 2, dict(BV=64)))
+_output = _tuned(output, ["K", "V", "C"],
+    (4, 2, dict(BK=64, BV=64)), (4, 2, dict(BK=32, BV=128)), (4, 3, dict(BK=32, BV=64)))
+_dstates = _tuned(dstates, ["K", "V", "C"],
+    (4, 1, dict(BV=32)), (4, 2, dict(BV=16)), (8, 1, dict(BV=64)))
+_dsolve = _tuned(dsolve, ["V", "C"],
+    (4, 2, dict(BV=32)), (4, 2, dict(BV=64)), (8, 2, dict(BV=64)))
+_dinputs = _tuned(dinputs, ["K", "V", "C"],
+    (4, 2, dict(BK=16, BV=64)), (8, 2, dict(BK=32, BV=32)), (4, 3, dict(BK=16, BV=32)))
 
 
 class _Chunks:
-    """What `scores` and `solve` make of the arguments, and the state's way over the chunks: the part of forward that backward runs again."""
+    """The part of forward that backward runs again: `scores`, `solve` and `states`."""
 
     def __init__(self, q, k, v, g, beta, state, segments, C, tune):
         (B, T, H, K), V = q.shape, v.shape[-1]
-        self.beta = beta.float().clamp(min=1e-30)                          # backward divides by it
-        M, N = B * H, triton.cdiv(triton.cdiv(T, C), segments) * segments  # chunks past the end change nothing
+        BH = B * H
+        N = triton.cdiv(triton.cdiv(T, C), segments) * segments     # chunks past T change nothing
         work = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
-        new = lambda *shape, dtype=work: q.new_empty(M, N, *shape, dtype=dtype)
-        # how numbers that are not in bf16 are multiplied: tf32 keeps more than bf16 and fp16 inputs have
+        self.BH, self.N, self.sizes, self.scale = BH, N, (T, H, N, K, V), K ** -0.5
+        self.new = lambda *shape, dtype=work: q.new_empty(BH, N, *shape, dtype=dtype)
+        # how fp32 numbers are multiplied: tf32 keeps more than bf16 and fp16 inputs have
         dot = "ieee" if torch.version.hip else "tf32x3" if v.dtype == torch.float32 else "tf32"
-        self.M, self.N, self.sizes, self.scale, self.new, self.tune = M, N, (T, H, N, K, V), K ** -0.5, new, tune
-        self.p = dict(C=C, DOT=dot)
-        self.A_qk, self.inverse, L = new(C, C), new(C, C), new(C, C, dtype=torch.float32)
-        self.W, self.q_plus, self.k_minus, self.total = new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32)
-        self.U, self.entering, U0 = new(C, V), new(K, V), new(C, V)
-        self.launch(_scores, (N * C // 16, M), q, k, g, self.beta, self.A_qk, L, T, H, N, K, self.scale)
-        self.launch(_solve, (N, M), q, k, v, g, self.beta, L, self.inverse, self.W, U0, self.q_plus, self.k_minus, self.total, *self.sizes, self.scale)
+        self.fixed, self.tune = dict(C=C, DOT=dot), tune
 
-        def run(U0, first, U, entering, width):
-            last, n = torch.empty_like(first), N // (len(first) // M)
-            self.launch(_states, lambda meta: (triton.cdiv(width, meta["BV"]), len(first)), self.W, U0, self.k_minus, self.total, first, U, entering,
-                        last, n, K, width, KP=triton.next_power_of_2(K))
-            return last
-        first = state.reshape(M, K, V)
+        self.beta = beta.float().clamp(min=1e-30)     # backward divides by it
+        self.A_qk, self.inverse = self.new(C, C), self.new(C, C)
+        L = self.new(C, C, dtype=torch.float32)
+        self.W, self.q_plus, self.k_minus = self.new(C, K), self.new(C, K), self.new(C, K)
+        self.total = self.new(K, dtype=torch.float32)
+        self.U, self.entering, U0 = self.new(C, V), self.new(K, V), self.new(C, V)
+        self.launch(_scores, (N * C // 16, BH), q, k, g, self.beta, self.A_qk, L,
+                    T, H, N, K, self.scale)
+        self.launch(_solve, (N, BH), q, k, v, g, self.beta, L, self.inverse, self.W, U0,
+                    self.q_plus, self.k_minus, self.total, *self.sizes, self.scale)
+
+        first = state.reshape(BH, K, V)
         if segments > 1:
-            # segment by segment, all at once: S ↦ S̃ + P S, with S̃ from a zero state (`ends`), and P from the identity without values (`through`)
-            ends = run(U0, first.new_zeros(M * segments, K, V), None, None, V).view(M, segments, K, V)
-            through = run(None, torch.eye(K, device=q.device).repeat(M * segments, 1, 1), None, None, K).view(M, segments, K, K)
-            entering = [first]
-            with torch.autocast(q.device.type, enabled=False):             # states stay in fp32
-                for s in range(segments - 1):
-                    entering.append(ends[:, s] + through[:, s] @ entering[-1])
-            first = torch.stack(entering, dim=1).reshape(M * segments, K, V)
-        self.last = run(U0, first, self.U, self.entering, V).view(M, segments, K, V)[:, -1].reshape(B, H, K, V).contiguous()
+            first = self.borders(first, U0, segments)
+        last = self.run(U0, first, self.U, self.entering)
+        self.last = last.view(BH, segments, K, V)[:, -1].reshape(B, H, K, V).contiguous()
+
+    def borders(self, first, U0, segments):
+        """The state that enters each segment (BH · segments, K, V): S ↦ S̃ + P S, as in kda.py."""
+        BH, K, V = first.shape
+        S = self.run(U0, first.new_zeros(BH * segments, K, V)).view(BH, segments, K, V)
+        identity = torch.eye(K, device=first.device).repeat(BH * segments, 1, 1)
+        P = self.run(None, identity).view(BH, segments, K, K)
+        entering = [first]
+        with torch.autocast(first.device.type, enabled=False):     # states stay in fp32
+            for s in range(segments - 1):
+                entering.append(S[:, s] + P[:, s] @ entering[-1])
+        return torch.stack(entering, dim=1).reshape(BH * segments, K, V)
+
+    def run(self, U0, first, U=None, entering=None):
+        """`states` from first (BH · segments, K, ·). → the last states, of the same shape."""
+        rows, K, V = first.shape
+        last, chunks = torch.empty_like(first), self.N // (rows // self.BH)
+        self.launch(_states, lambda meta: (triton.cdiv(V, meta["BV"]), rows),
+                    self.W, U0, self.k_minus, self.total, first, U, entering, last,
+                    chunks, K, V, KP=triton.next_power_of_2(K))
+        return last
 
     def launch(self, kernel, grid, *arguments, **more):
         if self.tune:
-            kernel[grid](*arguments, **more, **self.p)
+            kernel[grid](*arguments, **more, **self.fixed)
         else:
-            kernel.fn[grid](*arguments, **more, **self.p, **kernel.configs[0].all_kwargs())
+            first_choice = kernel.configs[0].all_kwargs()
+            kernel.fn[grid](*arguments, **more, **self.fixed, **first_choice)
 
 
 class _KDA(torch.autograd.Function):
+
     @staticmethod
     def forward(ctx, q, k, v, g, beta, state, segments, C, tune):
         c, o = _Chunks(q, k, v, g, beta, state, segments, C, tune), torch.empty_like(v)
-        c.launch(_output, lambda meta: (c.N, triton.cdiv(v.shape[-1], meta["BV"]), c.M), c.q_plus, c.A_qk, c.U, c.entering, o, *c.sizes)
+        c.launch(_output, lambda meta: (c.N, triton.cdiv(v.shape[-1], meta["BV"]), c.BH),
+                 c.q_plus, c.A_qk, c.U, c.entering, o, *c.sizes)
         ctx.save_for_backward(q, k, v, g, beta, state)
         ctx.rest = segments, C, tune
         return o, c.last
@@ -361,13 +454,18 @@ class _KDA(torch.autograd.Function):
     def backward(ctx, do, dlast):
         q, k, v, g, beta, state = ctx.saved_tensors
         c, do = _Chunks(q, k, v, g, beta, state, *ctx.rest), do.contiguous()
-        (T, H, N, K, V), C = c.sizes, c.p["C"]
-        dq, dk, dg, dbeta, dfirst, dU, leaving = (torch.empty_like(x) for x in (q, k, g, beta, state, c.U, c.entering))
-        dv, dA_qk, dA_kk = torch.empty_like(v, dtype=c.U.dtype), *(c.new(C, C, dtype=torch.float32) for _ in range(2))
-        c.launch(_dstates, lambda meta: (triton.cdiv(V, meta["BV"]), c.M), c.W, c.q_plus, c.k_minus, c.A_qk, c.total, do, dlast.contiguous(), dU, leaving,
+        (T, H, N, K, V), C = c.sizes, c.fixed["C"]
+        dq, dk, dg, dbeta, dfirst, dU, leaving = (
+            torch.empty_like(x) for x in (q, k, g, beta, state, c.U, c.entering))
+        dv = torch.empty_like(v, dtype=c.U.dtype)
+        dA_qk, dA_kk = (c.new(C, C, dtype=torch.float32) for _ in range(2))
+        c.launch(_dstates, lambda meta: (triton.cdiv(V, meta["BV"]), c.BH),
+                 c.W, c.q_plus, c.k_minus, c.A_qk, c.total, do, dlast.contiguous(), dU, leaving,
                  dfirst, *c.sizes, KP=triton.next_power_of_2(K))
-        c.launch(_dsolve, (N, c.M), c.inverse, c.beta, c.U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V)
-        c.launch(_dinputs, lambda meta: (N, triton.cdiv(K, meta["BK"]), c.M), q, k, g, do, dv, c.U, c.entering, leaving, dA_qk, dA_kk, dq, dk, dg,
+        c.launch(_dsolve, (N, c.BH),
+                 c.inverse, c.beta, c.U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V)
+        c.launch(_dinputs, lambda meta: (N, triton.cdiv(K, meta["BK"]), c.BH),
+                 q, k, g, do, dv, c.U, c.entering, leaving, dA_qk, dA_kk, dq, dk, dg,
                  *c.sizes, c.scale)
         return dq, dk, dv.to(v.dtype), dg, dbeta, dfirst, None, None, None
 
@@ -378,9 +476,11 @@ def _unfit(q, v):
         if size % 16 or not 16 <= size <= 256:
             return f"{name} = {size}: expected a multiple of 16 from 16 to 256; kda_chunk takes any"
     if q.shape[0] * q.shape[2] >= 1 << 16:
-        return f"q: {q.shape[0]} sequences × {q.shape[2]} heads; expected fewer than 65,536, the limit of a launch; split the batch"
+        return (f"q: {q.shape[0]} sequences × {q.shape[2]} heads; expected fewer than 65,536, "
+                f"the limit of a launch; split the batch")
     if not (q.is_cuda or INTERPRETED.value):
-        return f"q: expected a tensor on a GPU, got one on {q.device}; kda_chunk runs anywhere, and TRITON_INTERPRET=1 runs the kernels on a CPU"
+        return (f"q: expected a tensor on a GPU, got one on {q.device}; kda_chunk runs anywhere, "
+                f"and TRITON_INTERPRET=1 runs the kernels on a CPU")
 
 
 def fits(q, v):
@@ -396,22 +496,25 @@ def _check(q, k, v, g, beta, state, look_at_g):
         raise ValueError(_unfit(q, v))
     (B, T, H, K), V = q.shape, v.shape[-1]
     floats, same = (torch.float32, torch.bfloat16, torch.float16), (q.dtype,)
-    for name, x, shape, dtypes in (("q", q, (B, T, H, K), floats), ("k", k, (B, T, H, K), same), ("v", v, (B, T, H, V), same),
-                                   ("g", g, (B, T, H, K), floats), ("beta", beta, (B, T, H), floats), ("state", state, (B, H, K, V), floats[:1])):
+    for name, x, shape, dtypes in (
+            ("q", q, (B, T, H, K), floats), ("k", k, (B, T, H, K), same),
+            ("v", v, (B, T, H, V), same), ("g", g, (B, T, H, K), floats),
+            ("beta", beta, (B, T, H), floats), ("state", state, (B, H, K, V), floats[:1])):
         if x.shape != shape or x.dtype not in dtypes or x.device != q.device:
-            raise ValueError(f"{name}: expected {shape}, {' or '.join(str(d)[6:] for d in dtypes)} on {q.device}, to go with q; "
+            allowed = " or ".join(str(d)[6:] for d in dtypes)
+            raise ValueError(f"{name}: expected {shape}, {allowed} on {q.device}, to go with q; "
                              f"got {tuple(x.shape)}, {str(x.dtype)[6:]} on {x.device}")
     if look_at_g:
         low, high = g.detach().aminmax()
         if low < -5.9001 or high > 0:
-            raise ValueError(f"g: expected log decays in [-5.9, 0], got values from {low:.4g} to {high:.4g}")
+            raise ValueError(f"g: expected log decays in [-5.9, 0], got {low:.4g} to {high:.4g}")
 
 
-CHUNKS = {}                                                                # (K, V, dtype, with backward or not) → tokens of a chunk, as measured
+CHUNKS = {}     # (K, V, dtype, whether with backward) → tokens of a chunk, as measured
 
 
 def _faster_chunk(inputs, segments, train):
-    """64 or 32 tokens, whichever these inputs are faster with: forward and, to train, backward."""
+    """64 or 32 tokens, whichever is faster for these inputs: forward and, to train, backward."""
     def run(C):
         o, _ = _KDA.apply(*inputs, segments, C, True)
         if train:
@@ -423,10 +526,13 @@ def _faster_chunk(inputs, segments, train):
 @torch.compiler.disable
 def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True):
     """
-    kda_recurrent's arguments and results, differentiable in everything; q, k, v in fp32, bf16 or fp16, made contiguous if they are not.
-    g's sums, the solve and the carried state are fp32. segments: parts of the sequence whose states are found side by side, None: as many
-    as fill the GPU. chunk: 32 or 64 tokens, None: whichever the first sequence of at least 1,024 tokens of these widths was faster with, else 64.
-    look_at_g=False: g is known to lie in [−5.9, 0]; looking makes the CPU wait for the GPU.
+    kda_recurrent's arguments and results, differentiable in everything. q, k, v in fp32, bf16 or
+    fp16; copied if not contiguous. g's sums, the solve and the carried state are fp32.
+
+    segments: parts of the sequence whose states are found side by side; None: enough to fill the
+    GPU. chunk: 32 or 64 tokens; None: the faster, measured on the first sequence of at least 1,024
+    tokens of these widths, and 64 until then. look_at_g=False: g is known to lie in [−5.9, 0]; to
+    look, the CPU has to wait for the GPU. Errors: ValueError that names the argument.
     """
     if state is None and q.dim() == 4:
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
@@ -434,32 +540,38 @@ def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True)
     (B, T, H, K), V = q.shape, v.shape[-1]
     if chunk not in (None, 32, 64):
         raise ValueError(f"chunk: expected 32 or 64 tokens, or None for the faster, got {chunk}")
-    if segments is None:                                                   # two programs a multiprocessor, 1,024 tokens a segment at least
-        room = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+    if segments is None:     # two programs a multiprocessor, at least 1,024 tokens a segment
+        room = 1
+        if q.is_cuda:
+            room = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
         segments = max(1, min(room // (B * H * triton.cdiv(V, 32)), T // 1024))
     if segments < 1 or B * H * segments >= 1 << 16:
-        raise ValueError(f"segments = {segments}: expected at least 1, and with {B} sequences × {H} heads fewer than 65,536 in all, the limit of a launch")
+        raise ValueError(f"segments = {segments}: expected at least 1, and with {B} sequences × "
+                         f"{H} heads fewer than 65,536 in all, the limit of a launch")
     inputs = [x.contiguous() for x in (q, k, v, g, beta, state)]
-    tune = q.is_cuda and T >= 1024 and not torch.cuda.is_current_stream_capturing()                      # timing waits for the GPU
-    key = K, V, q.dtype, torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    train = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    # timing waits for the GPU, which a stream that is being captured must not
+    tune = q.is_cuda and T >= 1024 and not torch.cuda.is_current_stream_capturing()
+    key = K, V, q.dtype, train
     if chunk is None and key not in CHUNKS and tune:
-        CHUNKS[key] = _faster_chunk(inputs, segments, train=key[-1])
+        CHUNKS[key] = _faster_chunk(inputs, segments, train)
     return _KDA.apply(*inputs, segments, chunk or CHUNKS.get(key, 64), tune)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Decode: the recurrence itself
 
 @triton.jit
 def decode(q, k, v, g, beta, state, o, K, V, scale, KP: tl.constexpr, BV: tl.constexpr):
-    """One token of one head; reads and writes a (K, BV) part of the state once. Grid (blocks of V, M)."""
-    m = tl.program_id(1)
-    kk, columns = tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    whole, by_k, by_v = _matrix(m, kk, K, columns, V), (m * K + kk, kk < K), (m * V + columns, columns < V)
+    """One token of one head; a (K, BV) part of the state, read and written once.
+    Grid (blocks of V, BH)."""
+    bh = tl.program_id(1)
+    kk, vv = tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
+    whole, by_k, by_v = _matrix(bh, kk, K, vv, V), (bh * K + kk, kk < K), (bh * V + vv, vv < V)
     S = _load(state, whole) * tl.exp2(_load(g, by_k).to(tl.float32) * LOG2E)[:, None]
     bk, bq = _load(k, by_k).to(tl.float32)[:, None], _load(q, by_k).to(tl.float32)[:, None]
     error = _load(v, by_v).to(tl.float32) - tl.sum(S * bk, axis=0)
-    S += bk * (tl.load(beta + m).to(tl.float32) * error)[None, :]
+    S += bk * (tl.load(beta + bh).to(tl.float32) * error)[None, :]
     _store(o, by_v, tl.sum(S * bq, axis=0) * scale)
     _store(state, whole, S)
 
@@ -467,35 +579,44 @@ def decode(q, k, v, g, beta, state, o, K, V, scale, KP: tl.constexpr, BV: tl.con
 @torch.compiler.disable
 @torch.no_grad()
 def kda_decode(q, k, v, g, beta, state):
-    """One token: q, k, g (B, 1, H, K), v (B, 1, H, V), beta (B, 1, H) → o (B, 1, H, V). state (B, H, K, V) fp32 is changed in place."""
+    """
+    One token: q, k, g (B, 1, H, K), v (B, 1, H, V), beta (B, 1, H) → o (B, 1, H, V).
+    state (B, H, K, V), fp32 and contiguous, is changed in place.
+    """
     if q.shape[1] != 1 or not state.is_contiguous():
-        raise ValueError(f"expected one token and a contiguous state, got {q.shape[1]} tokens and strides {state.stride()}")
+        raise ValueError(f"expected one token and a contiguous state, "
+                         f"got {q.shape[1]} tokens and strides {state.stride()}")
     _check(q, k, v, g, beta, state, look_at_g=False)
     B, _, H, K = q.shape
     V, o = v.shape[-1], torch.empty(v.shape, dtype=v.dtype, device=v.device)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    decode[triton.cdiv(V, 32), B * H](q, k, v, g, beta, state, o, K, V, K ** -0.5, KP=triton.next_power_of_2(K), BV=32, num_warps=4)
+    decode[triton.cdiv(V, 32), B * H](q, k, v, g, beta, state, o, K, V, K ** -0.5,
+                                      KP=triton.next_power_of_2(K), BV=32, num_warps=4)
     return o
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# SiTU-GLU's activation. In bf16 an element costs 6 bytes forward and 10 backward, and keeps 4 for backward; as separate operations of
-# torch (moe.py) about 100 and 120 are moved, and 12 are kept.
+# --------------------------------------------------------------------------------------------------
+# SiTU-GLU's activation (moe.py). In bf16, an element costs 6 bytes forward and 10 backward, and
+# keeps 4 for backward; as separate operations of torch about 100 and 120 are moved, and 12 kept.
 
 @triton.jit
 def _tanh(x):
-    return tl.where(tl.abs(x) < 0.03, x - x * x * x / 3, 2.0 / (1.0 + tl.exp2(x * LOG2E * -2.0)) - 1.0)        # the difference would cancel
+    small = tl.abs(x) < 0.03     # where the difference would cancel
+    return tl.where(small, x - x * x * x / 3, 2.0 / (1.0 + tl.exp2(x * LOG2E * -2.0)) - 1.0)
 
 
 @triton.jit
-def situ_kernel(g, u, y, dy, dg, du, stride_g, stride_u, size, width, beta, linear_beta, BLOCK: tl.constexpr):
+def situ_kernel(g, u, y, dy, dg, du, stride_g, stride_u, size, width, beta, linear_beta,
+                BLOCK: tl.constexpr):
     """y from g and u or, given dy, dg and du. linear_beta = 0 stands for no limit."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column, inside = i // width, i % width, i < size
     bg = _load(g, (row * stride_g + column, inside)).to(tl.float32)
     bu = _load(u, (row * stride_u + column, inside)).to(tl.float32)
-    a, s, c = _tanh(bg / beta), 1.0 / (1.0 + tl.exp2(bg * LOG2E * -1.0)), _tanh(bu / tl.maximum(linear_beta, 1e-30))
-    up, dup = tl.where(linear_beta > 0, c * linear_beta, bu), tl.where(linear_beta > 0, 1 - c * c, 1.0)
+    a, s = _tanh(bg / beta), 1.0 / (1.0 + tl.exp2(bg * LOG2E * -1.0))
+    c = _tanh(bu / tl.maximum(linear_beta, 1e-30))
+    up = tl.where(linear_beta > 0, c * linear_beta, bu)
+    dup = tl.where(linear_beta > 0, 1 - c * c, 1.0)
     if dy is None:
         _store(y, (i, inside), beta * a * s * up)
     else:
@@ -505,13 +626,17 @@ def situ_kernel(g, u, y, dy, dg, du, stride_g, stride_u, size, width, beta, line
 
 
 class _SiTU(torch.autograd.Function):
+
     @staticmethod
     def forward(ctx, g, u, beta, linear_beta):
         y, width = torch.empty(g.shape, dtype=g.dtype, device=g.device), g.shape[-1]
-        g, u = (x.reshape(-1, width) if x.stride(-1) == 1 else x.contiguous().view(-1, width) for x in (g, u))        # halves of one matrix stay views
+        # halves of one matrix stay views
+        g, u = (x.reshape(-1, width) if x.stride(-1) == 1 else x.contiguous().view(-1, width)
+                for x in (g, u))
         ctx.save_for_backward(g, u)
         ctx.rest = g.stride(0), u.stride(0), y.numel(), width, beta, linear_beta or 0.0
-        situ_kernel[triton.cdiv(y.numel(), 1024),](g, u, y, None, None, None, *ctx.rest, BLOCK=1024)
+        grid = triton.cdiv(y.numel(), 1024),
+        situ_kernel[grid](g, u, y, None, None, None, *ctx.rest, BLOCK=1024)
         return y
 
     @staticmethod
@@ -519,20 +644,22 @@ class _SiTU(torch.autograd.Function):
     def backward(ctx, dy):
         (g, u), dy = ctx.saved_tensors, dy.contiguous()
         dg, du = (torch.empty(dy.shape, dtype=x.dtype, device=x.device) for x in (g, u))
-        situ_kernel[triton.cdiv(dy.numel(), 1024),](g, u, None, dy, dg, du, *ctx.rest, BLOCK=1024)
+        grid = triton.cdiv(dy.numel(), 1024),
+        situ_kernel[grid](g, u, None, dy, dg, du, *ctx.rest, BLOCK=1024)
         return dg, du, None, None
 
 
-situ = _SiTU.apply                                                         # g, u (..., m), beta, linear_beta or None → (..., m)
+situ = _SiTU.apply     # g, u (..., m), beta, linear_beta or None → (..., m)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The mixture of attention residuals (attnres.py). Every source is read once forward and twice backward; 4 bytes a token and source are
-# kept. With S sources of d bf16 numbers a token, forward moves 2 (S + 1) d bytes; as operations of torch about 26 S d.
+# --------------------------------------------------------------------------------------------------
+# The mixture of attention residuals (attnres.py). Every source is read once forward and twice
+# backward, and 4 bytes a token and source are kept. With n sources of d bf16 numbers a token,
+# forward moves 2 (n + 1) d bytes a token; as operations of torch about 26 n d.
 
 @triton.jit
 def mix_forward(u, eps, sources, out, logits, rows, d, BD: tl.constexpr):
-    """One program a token: a softmax over the sources as they come, so each is read once. Grid (rows)."""
+    """One token: a softmax over the sources as they come, so each is read once. Grid (rows)."""
     at, row = tl.arange(0, BD), tl.program_id(0).to(tl.int64)
     bu, here = _load(u, (at, at < d)).to(tl.float32), (row * d + at, at < d)
     top, sum, acc = float("-inf"), 0.0, tl.zeros((BD,), tl.float32)
@@ -547,15 +674,19 @@ def mix_forward(u, eps, sources, out, logits, rows, d, BD: tl.constexpr):
 
 
 @triton.jit
-def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d, ROWS: tl.constexpr, BD: tl.constexpr):
-    """One program for ROWS tokens, which share a row of du (programs, d). Grid (programs)."""
+def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d,
+                 ROWS: tl.constexpr, BD: tl.constexpr):
+    """ROWS tokens, which share a row of du (programs, d). Grid (programs)."""
     at = tl.arange(0, BD)
     bu, bdu = _load(u, (at, at < d)).to(tl.float32), tl.zeros((BD,), tl.float32)
     for r in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + r
-        here = row * d + at, at < tl.where(row < rows, d, 0)               # past the end everything is zero, and adds nothing to du
+        # past the end everything is zero, and adds nothing to du
+        here = row * d + at, at < tl.where(row < rows, d, 0)
         bdout = _load(dout, here).to(tl.float32)
-        top, sum, mean = float("-inf"), 0.0, 0.0                           # of the softmax, and Σ p dp
+
+        # the softmax once more, and Σ p dp as its mean
+        top, sum, mean = float("-inf"), 0.0, 0.0
         for s in tl.static_range(len(sources)):
             logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
             x = _load(sources[s], here).to(tl.float32)
@@ -563,6 +694,8 @@ def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d, ROWS: tl.
             p, fade = tl.exp2((logit - new) * LOG2E), tl.exp2((top - new) * LOG2E)
             mean, sum, top = mean * fade + p * tl.sum(bdout * x), sum * fade + p, new
         mean /= sum
+
+        # through the values, the logits, and the norm
         for s in tl.static_range(len(sources)):
             logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
             x = _load(sources[s], here).to(tl.float32)
@@ -575,12 +708,15 @@ def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d, ROWS: tl.
 
 
 class _Mix(torch.autograd.Function):
+
     @staticmethod
     def forward(ctx, u, eps, *sources):
         sources = tuple(x.contiguous() for x in sources)
         d, rows = u.shape[0], sources[0].numel() // u.shape[0]
-        out, logits = torch.empty_like(sources[0]), u.new_empty(len(sources), rows, dtype=torch.float32)
-        mix_forward[(rows,)](u, eps, sources, out, logits, rows, d, BD=triton.next_power_of_2(d), num_warps=4)
+        out = torch.empty_like(sources[0])
+        logits = u.new_empty(len(sources), rows, dtype=torch.float32)
+        mix_forward[(rows,)](u, eps, sources, out, logits, rows, d,
+                             BD=triton.next_power_of_2(d), num_warps=4)
         ctx.save_for_backward(u, logits, *sources)
         ctx.eps = eps
         return out
@@ -592,54 +728,74 @@ class _Mix(torch.autograd.Function):
         d, rows, per_program = u.shape[0], logits.shape[1], 16
         dsources = tuple(torch.empty_like(x) for x in sources)
         du = u.new_empty(triton.cdiv(rows, per_program), d, dtype=torch.float32)
-        mix_backward[(len(du),)](u, ctx.eps, tuple(sources), dout.contiguous(), logits, dsources, du, rows, d, ROWS=per_program,
-                                 BD=triton.next_power_of_2(d), num_warps=8 if d > 2048 else 4)
+        mix_backward[(len(du),)](u, ctx.eps, tuple(sources), dout.contiguous(), logits, dsources,
+                                 du, rows, d, ROWS=per_program, BD=triton.next_power_of_2(d),
+                                 num_warps=8 if d > 2048 else 4)
         return du.sum(0).to(u.dtype), None, *dsources
 
 
-mix = _Mix.apply                                                           # u (d), eps, sources (..., d) each → (..., d)
+mix = _Mix.apply     # u (d), eps, sources (..., d) each → (..., d)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What the compiler says, without a GPU
 
 def report():
-    """Every kernel at its default, bf16, for K = V = 64 and 128 and rows of d = 1024, and what ptxas says of it. Those that hold all
-    of K at once also for 256 in fp32, which has to fit, and may spill."""
+    """
+    Compile every kernel at its first choice, in bf16, for K = V = 64 and 128 and rows of 1,024, and
+    print what ptxas says. Those that hold all of K also in fp32 for 256: these may spill, and must
+    fit.
+    """
+    chips = [("cuda", 80, 32, 163), ("cuda", 89, 32, 99), ("cuda", 90, 32, 227),
+             ("cuda", 100, 32, 227), ("hip", "gfx942", 64, 64)]     # threads a warp, KB a block
+    kernels = [     # with the kinds of their arguments, below
+        (_scores, "bbffbfiiiis"), (_solve, "bbbfffbbbbbfiiiiis"), (_states, "bbbffbbfiii"),
+        (_output, "bbbbbiiiii"), (_dstates, "bbbbfbfbbfiiiii"), (_dsolve, "bfbbbbfffiiii"),
+        (_dinputs, "bbfbbbbbffbbfiiiiis"), (decode, "bbbfffbiis"), (situ_kernel, "bbnbbbiiiiss"),
+        (mix_forward, "bstbfii"), (mix_backward, "bstbftfii")]
+    print(f"triton {triton.__version__}, bf16, 256: fp32; "
+          f"registers and spilled bytes of a thread, KB of shared memory a block")
+    for kernel, kinds in kernels:
+        config = triton.Config(dict(BV=32), num_warps=4, num_stages=2)
+        if hasattr(kernel, "configs"):
+            kernel, config = kernel.fn, kernel.configs[0]
+        for D in (64, 128, 256) if "KP" in kernel.arg_names else (64, 128):
+            line = f"{kernel.__name__:12s} K = V = {D:3d}"
+            for chip in chips:
+                line += f" | {chip[1]}: {_compiled(kernel, kinds, D, config, *chip)}"
+            print(line, flush=True)
+
+
+def _compiled(kernel, kinds, D, config, backend, arch, warp, limit):
+    """kinds: a letter of `words` per argument; those beyond are constants. → what is printed."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    kinds = dict(b="*bf16", f="*fp32", i="i32", s="fp32", n=None, t=("*bf16",) * 4)
-    all_kernels = [                                                        # a kernel or its tuned form, and its arguments' kinds
-        (_scores, "bbffbfiiiis"), (_solve, "bbbfffbbbbbfiiiiis"), (_states, "bbbffbbfiii"), (_output, "bbbbbiiiii"),
-        (_dstates, "bbbbfbfbbfiiiii"), (_dsolve, "bfbbbbfffiiii"), (_dinputs, "bbfbbbbbffbbfiiiiis"), (decode, "bbbfffbiis"),
-        (situ_kernel, "bbnbbbiiiiss"), (mix_forward, "bstbfii"), (mix_backward, "bstbftfii")]
-    targets = [(GPUTarget("cuda", sm, 32), limit) for sm, limit in ((80, 163), (89, 99), (90, 227), (100, 227))] + [(GPUTarget("hip", "gfx942", 64), 64)]
-    print(f"triton {triton.__version__}, bf16, 256: fp32; registers and spilled bytes of a thread, KB of shared memory a block")
-    for kernel, letters in all_kernels:
-        config = kernel.configs[0] if hasattr(kernel, "configs") else triton.Config(dict(BV=32), num_warps=4, num_stages=2)
-        kernel = kernel.fn if hasattr(kernel, "configs") else kernel
-        for D in (64, 128, 256) if "KP" in kernel.arg_names else (64, 128):
-            types = {name: kinds[letter if D < 256 else letter.replace("b", "f")] for name, letter in zip(kernel.arg_names, letters)}
-            line = f"{kernel.__name__:12s} K = V = {D:3d}"
-            for target, limit in targets:
-                known = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT="ieee" if target.backend == "hip" else "tf32" if D < 256 else "tf32x3", **config.kwargs)
-                known = {name: known.get(name) for name in kernel.arg_names if types.get(name) is None}
-                signature = types | dict.fromkeys(known, "constexpr")
-                aligned = {(n,): [["tt.divisibility", 16]] for n, (name, kind) in enumerate(types.items())
-                           if kind in ("*bf16", "*fp32") or name in ("K", "V", "width", "d")}
-                try:
-                    built = triton.compile(ASTSource(kernel, signature, known, aligned), target, dict(num_warps=config.num_warps, num_stages=config.num_stages))
-                except RuntimeError:                                       # triton 3.6 cannot make `solve` for gfx942, 3.7 can
-                    line += f" | {target.arch}: this triton fails"
-                    continue
-                line += f" | {target.arch}: {built.metadata.shared / 1024:.0f} KB" + " TOO MUCH" * (built.metadata.shared > limit * 1024)
-                if target.backend == "cuda":
-                    with tempfile.NamedTemporaryFile(suffix=".cubin", buffering=0) as file:
-                        file.write(built.asm["cubin"])
-                        tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-                        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
-                    line += ", {} registers, {} spilled".format(*re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-            print(line, flush=True)
+    words = dict(b="*bf16" if D < 256 else "*fp32", f="*fp32", t=("*bf16",) * 4,
+                 i="i32", s="fp32", n=None)
+    types = {name: words[kind] for name, kind in zip(kernel.arg_names, kinds)}
+    dot = "ieee" if backend == "hip" else "tf32" if D < 256 else "tf32x3"
+    sizes = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT=dot, **config.kwargs)
+    constants = {name: sizes.get(name) for name in kernel.arg_names if types.get(name) is None}
+    signature = types | dict.fromkeys(constants, "constexpr")
+    aligned = {(n,): [["tt.divisibility", 16]] for n, (name, word) in enumerate(types.items())
+               if word in ("*bf16", "*fp32") or name in ("K", "V", "width", "d")}
+    source = ASTSource(kernel, signature, constants, aligned)
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    try:
+        built = triton.compile(source, GPUTarget(backend, arch, warp), options)
+    except RuntimeError:     # triton 3.6 cannot make `solve` for gfx942, 3.7 can
+        return "this triton fails"
+    shared = f"{built.metadata.shared / 1024:.0f} KB"
+    if built.metadata.shared > limit * 1024:
+        shared += " TOO MUCH"
+    if backend == "hip":
+        return shared
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin", buffering=0) as file:
+        file.write(built.asm["cubin"])
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout).groups()
+    return shared + ", {} registers, {} spilled".format(*usage)
 
 
 if __name__ == "__main__":
