@@ -1348,8 +1348,8 @@ def copy_data_programs(folder):
     """data/*.py and what they import, in `folder`."""
     (folder / "data").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "cli.py", folder)
-    for file in ("prepare.py", "tokenizer.py"):
-        shutil.copy(DATA / file, folder / "data")
+    for file in DATA.glob("*.py"):
+        shutil.copy(file, folder / "data")
 
 
 def run_prepare(folder, *arguments, **env):
@@ -1699,7 +1699,7 @@ def house(tmp_path_factory):
     folder = tmp_path_factory.mktemp("house")
     for file in ROOT.glob("*.py"):
         shutil.copy(file, folder)
-    (folder / "config").mkdir()
+    shutil.copytree(ROOT / "config", folder / "config")
     (folder / "play.txt").write_text(PLAY * 60)
     done = run_prepare(folder, "play.txt", "--tokenizer=bytes")
     assert done.returncode == 0, done.stderr
@@ -3628,6 +3628,62 @@ def test_lab_needles(at_home, capsys):
 TINY_OPTIONS = [f"--{name}={value}" for name, value in TINY.items()]
 
 
+@pytest.mark.parametrize("program, arguments, words", [
+    (bench, ["kda", "--B=2"], "only step and profile take settings"),
+    (bench, ["kda", "speed"], "no bench speed; there are: kda, kernels"),
+    (bench, ["step", "--lr=1e-3"], "--lr: this bench does not use that setting"),
+    (bench, ["profile", "--steps=3"], "--steps: this bench does not use"),
+    (study, ["abblate"], "expected a study, one of ablate"),
+    (study, ["ablate", "--data=play", "--seed=3"], "give --seeds=N"),
+    (study, ["ablate", "--data=play", "--steps=3"], "give --tokens=N"),
+    (study, ["gpt", "--data=play", "--grad_accum=2"], "--grad_accum: this study"),
+    (study, ["gpt", "--data=play", "--only=mla"], "there are: gpt_adamw"),
+    (study, ["long", "--data=play", "--label=mine"], "an option of other studies"),
+    (study, ["long", "--data=play", "--reach=1000"], "a multiple of 256"),
+    (study, ["scaling", "--data=play", "--size=48"], "an option of other studies"),
+    (study, ["scaling", "--data=play", "--ratio=0"], "more than 0 tokens"),
+    (look, ["out/a", "--text", "--to=x"], "--text makes none"),
+    (look, ["out/a", "out/b", "--kinds=x.txt"], "--kinds is for one run")])
+def test_lab_refuses_what_it_does_not_use(at_home, program, arguments, words):
+    with pytest.raises(ValueError) as caught:
+        program.main(arguments)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def as_module(name, arguments):
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__")
+
+
+@slow
+@pytest.mark.parametrize("program, words", [
+    ("bench", ["kda", "profile", "--batch_size", "lab.study"]),
+    ("study", ["ablate", "scaling", "--only", "--tokens", "--reach"]),
+    ("look", ["--to=FOLDER", "--kinds", "mixtures"])])
+def test_lab_help(program, words, tmp_path):
+    done = on_ranks(tmp_path, 1, as_module, f"lab.{program}", ["--help"])
+    assert done.returncode == 0 and all(word in done.stdout for word in words), done.stderr
+    assert f"python -m lab.{program}" in done.stdout
+
+
+def test_lab_lines_cut_short(tmp_path, monkeypatch):
+    """A line of results that a kill cut short is passed over, and takes no other line with it."""
+    monkeypatch.setattr(study, "RUNS", tmp_path / "out/study.jsonl")
+    first, second = (dict(label="", figures={}, spec=dict(seed=seed)) for seed in (1, 2))
+    assert study.finished(first["spec"], "") is None
+    study.append_line(study.RUNS, first)
+    whole = study.RUNS.read_bytes()
+    for cut in range(1, len(whole)):  # at any byte; the last one lacks only its line end
+        study.RUNS.write_bytes(whole + whole[:cut])
+        study.append_line(study.RUNS, second)
+        assert study.finished(first["spec"], "") == first
+        assert study.finished(second["spec"], "") == second
+    glued, no_utf_8, no_dict = whole[:-9] + whole, b"\xff\x00\n", b"3\n"
+    study.RUNS.write_bytes(glued + no_utf_8 + no_dict + whole)
+    assert study.finished(first["spec"], "") == first
+    assert study.finished(second["spec"], "") is None
+
+
 def test_lab_step_against_gpt(capsys):
     """
     Both models have about as many active parameters. Without data, the vocabulary's size is what
@@ -3733,3 +3789,68 @@ def test_lab_look_leaves_out_and_refuses(at_home, five_steps, capsys):
     log.unlink()
     with pytest.raises(ValueError, match="no metrics.jsonl"):
         look.main(["out/old"])
+
+
+@pytest.fixture
+def seen(at_home, five_steps):
+    """A copy of that run, in out/seen."""
+    shutil.rmtree("out/seen", ignore_errors=True)
+    return shutil.copytree(five_steps, Path("out/seen"))
+
+
+@slow
+@needs_five_steps
+def test_lab_look_at_texts_as_they_come(seen):
+    """--kinds: a byte-order mark is no text, two files may share a name. Bad ones: one line."""
+    _, enc = sample_py.load_model(seen, "cpu")
+    for folder in ("a", "b"):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "text.txt").write_bytes(f"\ufeff{folder}é".encode())
+    found = look.read_kinds(["a/text.txt", "b/text.txt"], enc)
+    assert {name: ids.tolist() for name, ids in found.items()} == {
+        "a/text.txt": list("aé".encode()), "b/text.txt": list("bé".encode())}
+    Path("latin.txt").write_bytes("é".encode("latin-1") * 50)
+    Path("empty.txt").write_bytes(b"")
+    for file, words in (("latin.txt", "iconv -f latin1"), ("empty.txt", "is empty"), ("a", "a'")):
+        with pytest.raises(ValueError, match=words) as caught:
+            look.main([str(seen), "--text", f"--kinds=a/text.txt,{file}"])
+        assert str(caught.value).startswith("--kinds: ") and "\n" not in str(caught.value)
+
+
+@slow
+@needs_five_steps
+def test_lab_look_at_lines_of_others(seen, capsys):
+    """Lines without a loss, with one that is not finite, or with more than train.py writes."""
+    log = seen / "metrics.jsonl"
+    others = [dict(step=1, reward=0.5), dict(step=2, loss=math.nan, seconds=1.0), dict(loss=1.0),
+              dict(step=3, loss="low", seconds=2.0), dict(step=3, val_bits_per_byte=1.0), []]
+    lines = "".join(json.dumps(line) + "\n" for line in others)
+    log.write_text(log.read_text() + lines + '{"step": 4, "lo')
+    look.main([str(seen), "--text"])
+    assert "ends at" in capsys.readouterr().out
+    log.write_text(lines)
+    with pytest.raises(ValueError, match="no line of training"):
+        look.main([str(seen), "--text"])
+
+
+@slow
+@needs_five_steps
+def test_lab_look_at_a_spoiled_checkpoint(seen):
+    """One line that names the good one before it."""
+    newest = seen / "ckpt_00000005.pt"
+    for content in (b"", newest.read_bytes()[:1000]):
+        newest.write_bytes(content)
+        with pytest.raises(ValueError, match="ckpt_00000004.pt") as caught:
+            look.main([str(seen), "--text"])
+        assert "\n" not in str(caught.value)
+
+
+def test_lab_look_where_pictures_cannot_go(tmp_path):
+    class Figure:
+        def savefig(self, path, dpi):
+            raise AssertionError("the folder is a file")
+    (tmp_path / "pictures").write_text("a file")
+    pictures = look.Pictures(None, tmp_path / "pictures")
+    pictures.begin("loss")
+    with pytest.raises(ValueError, match="cannot be written .*--to=FOLDER"):
+        pictures.save(Figure())
