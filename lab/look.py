@@ -22,7 +22,6 @@ to see in it.
 PNG by matplotlib if it is installed, otherwise text. A picture that a run has no data for (no MoE
 layer, an old metrics.jsonl) is left out, with a word on why.
 """
-import json
 import math
 from pathlib import Path
 
@@ -30,13 +29,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import cli
 import moe
 from data import prepare, tokenizer
 from kda import KDA
 from ops import fp32
-from sample import load_model
-from train import load_checkpoint
 
 
 @torch.no_grad()
@@ -254,21 +252,15 @@ PICTURES = (mixtures, decay, load, kinds, bias, activations)
 # What is read
 
 def read_metrics(run):
-    """A run's metrics.jsonl → its lines, without those that were cut short."""
-    path = folder_of(run) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"no metrics.jsonl in {path.parent}: expected a run's folder as train.py "
+    """The lines of a run's metrics.jsonl, at least one of them of training."""
+    folder = folder_of(run)
+    if not (folder / "metrics.jsonl").is_file():
+        raise ValueError(f"no metrics.jsonl in {folder}: expected a run's folder as train.py "
                          "writes it")
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    lines = [line for line in lines if isinstance(line, dict) and has(line, "step")]
+    lines = checkpoint.read_metrics(folder)
     if not of_training(lines):
-        raise ValueError(f"{path} has no line of training, with step, loss and seconds; let the "
-                         "run go on for some steps")
+        raise ValueError(f"{folder}/metrics.jsonl has no line of training, with step, loss and "
+                         "seconds; let the run go on for some steps")
     return lines
 
 
@@ -305,12 +297,12 @@ def read_kinds(files, enc):
     return documents
 
 
-def documents_of(checkpoint, enc):
+def documents_of(saved, enc):
     """The longest documents of a run's data, or parts of them → {kind: ids (n)}; {} if gone."""
     try:
-        folder = prepare.HERE / checkpoint["settings"]["data"]
+        folder = prepare.HERE / saved["settings"]["data"]
         meta, _ = prepare.load_meta(folder)
-        if meta["sha256"] != checkpoint["data"]["sha256"]:
+        if meta["sha256"] != saved["data"]["sha256"]:
             return {}
         ids = np.concatenate([prepare.open_tokens(folder, split, meta)
                               for split in ("train", "val")])
@@ -491,8 +483,8 @@ def main(arguments):
     if options["kinds"] and len(runs) > 1:
         raise ValueError("--kinds is for one run; of several runs only the loss is drawn")
     draw = canvas(options["text"], Path(options["to"] or folder_of(runs[0]) / "pictures"))
-    checkpoints = {run: load_checkpoint(run) for run in runs}
-    metrics = {run: (read_metrics(run), checkpoints[run]["settings"]) for run in runs}
+    saved = {run: checkpoint.load_checkpoint(run) for run in runs}
+    metrics = {run: (read_metrics(run), saved[run]["settings"]) for run in runs}
 
     def show(picture, *arguments):
         draw.begin(picture.__name__)
@@ -500,9 +492,9 @@ def main(arguments):
 
     if len(runs) == 1:
         lines, settings = metrics[runs[0]]
-        model, enc = load_model(runs[0], "cpu")
+        model, enc = checkpoint.load_model(runs[0])
         documents = (read_kinds(options["kinds"].split(","), enc) if options["kinds"]
-                     else documents_of(checkpoints[runs[0]], enc))
+                     else documents_of(saved[runs[0]], enc))
         context = settings["context"]
         if documents:
             shortest = min(context, *map(len, documents.values()))
