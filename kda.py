@@ -50,20 +50,20 @@ def kda_recurrent(q, k, v, g, beta, state=None):
 
 
 def _arguments(q, k, v, g, beta, state):
-    """Check shapes, cast to fp32 (or fp64), make the zero state. → all six, and v's dtype."""
-    if q.dim() != 4 or q.shape[1] < 1:
-        raise ValueError(f"q: expected (B, T, H, K) with T ≥ 1, got {tuple(q.shape)}")
+    """Check the arguments, cast to fp32 (or fp64), make the zero state. → all six, v's dtype."""
+    if q.dim() != 4 or 0 in q.shape:
+        raise ValueError(f"q: expected (B, T, H, K), none of them zero, got {tuple(q.shape)}")
     B, T, H, K = q.shape
-    V = v.shape[-1]
-    expected = dict(k=(k, (B, T, H, K)), v=(v, (B, T, H, V)), g=(g, (B, T, H, K)),
-                    beta=(beta, (B, T, H)), state=(state, (B, H, K, V)))
+    V = v.shape[-1] if v.dim() == 4 else 1
+    S = q.new_zeros(B, H, K, V, dtype=torch.float32) if state is None else state
+    expected = dict(q=(q, (B, T, H, K)), k=(k, (B, T, H, K)), v=(v, (B, T, H, max(V, 1))),
+                    g=(g, (B, T, H, K)), beta=(beta, (B, T, H)), state=(S, (B, H, K, V)))
     for name, (x, shape) in expected.items():
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name}: expected {shape} to go with q {tuple(q.shape)}, "
-                             f"got {tuple(x.shape)}")
+        if x.shape != shape or not x.is_floating_point() or x.device != q.device:
+            raise ValueError(f"{name}: expected floats {shape} on {q.device}, to go with q; "
+                             f"got {tuple(x.shape)}, {str(x.dtype)[6:]} on {x.device}")
     any_fp64 = torch.float64 in (q.dtype, k.dtype, v.dtype, g.dtype)
     dtype = torch.float64 if any_fp64 else torch.float32
-    S = q.new_zeros(B, H, K, V, dtype=dtype) if state is None else state
     return *(x.to(dtype) for x in (q, k, v, g, beta, S)), v.dtype
 
 
@@ -84,6 +84,8 @@ def kda_chunk_plain(q, k, v, g, beta, state=None, chunk=64):
     The chunk form for reading and for testing: kda_recurrent's arguments and results, any T.
     Give it fp64. It takes chunk² · K numbers per head of memory.
     """
+    if chunk < 1:
+        raise ValueError(f"chunk: expected at least one token, got {chunk}")
     *tokens, S, dtype = _arguments(q, k, v, g, beta, state)
     o = []
     for q, k, v, g, beta in zip(*(x.transpose(1, 2).split(chunk, dim=2) for x in tokens)):
@@ -127,7 +129,7 @@ def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     work per token. g must lie in [−5.9, 0]: beyond that the factors of a tile leave fp32.
     """
     q, k, v, g, beta, S, dtype = _arguments(q, k, v, g, beta, state)
-    if chunk < TILE or chunk % TILE:
+    if not isinstance(chunk, int) or chunk < TILE or chunk % TILE:
         raise ValueError(f"chunk: expected a multiple of {TILE}, got {chunk}")
     low, high = g.detach().aminmax()
     if low < -5.9001 or high > 0:     # NaN passes, so that it shows where it began and not here
@@ -176,69 +178,74 @@ class _Chunk(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, do_tokens, dstate):
-        (k, beta, row, start, step, end, total,
-         rows, q_plus, k_minus, A_qk, inverse, W, U, S) = ctx.saved_tensors
-        B, T, H, C = ctx.sizes
-        N, BH, K, V = k.shape[0], k.shape[1], k.shape[-1], U.shape[-1]
-        scale, by_tile = K ** -0.5, (N, BH, C // TILE, TILE)
-        do = _to_chunks(do_tokens, C)                                               # (N, BH, C, V)
+    def backward(ctx, do, dstate):
+        with torch.autocast(do.device.type, enabled=False):     # backward() may be called in one
+            return _backward(ctx, do, dstate)
 
-        # dU = A_qkᵀ dO + K⁻ dS_C,  dS₀ = Diag(e^{G_C}) dS_C + Q⁺ᵀ dO − Wᵀ dU: last chunk first.
-        # dS[c] belongs to the state that enters chunk c
-        dU = _mm(A_qk.mT, do, alpha=scale)
-        dS = k.new_empty(N + 1, BH, K, V)
-        torch.bmm(q_plus.mT.flatten(0, 1), do.flatten(0, 1), out=dS[:-1].flatten(0, 1)).mul_(scale)
-        dS[N] = dstate.reshape(BH, K, V)
-        by_chunk = zip(*(x.unbind(0) for x in (dU, W.mT, dS[:-1], dS[1:], total, k_minus)))
-        for du, w, ds, ds_next, decay, keys in reversed(list(by_chunk)):
-            du.baddbmm_(keys, ds_next)
-            ds.addcmul_(ds_next, decay).baddbmm_(w, du, alpha=-1)
 
-        # dR = (I + Diag(β) A_kk)^-ᵀ dU,  dβ_i = dR_i · U_i / β_i,  dV = β ⊙ dR
-        dR = inverse.mT @ dU
-        dbeta = (dR * U).sum(-1, keepdim=True) / beta
-        dv = dR.mul_(beta)
+def _backward(ctx, do_tokens, dstate):
+    (k, beta, row, start, step, end, total,
+     rows, q_plus, k_minus, A_qk, inverse, W, U, S) = ctx.saved_tensors
+    B, T, H, C = ctx.sizes
+    N, BH, K, V = k.shape[0], k.shape[1], k.shape[-1], U.shape[-1]
+    scale, by_tile = K ** -0.5, (N, BH, C // TILE, TILE)
+    do = _to_chunks(do_tokens, C)                                               # (N, BH, C, V)
 
-        # On stacked rows, dout = [dO; −dV] gives both: dA_qk = tril(dO Uᵀ),
-        # dA_kk = −strict_tril(dV Uᵀ), and dQ⁺ = dO S₀ᵀ, dK⁺ = −dV S₀ᵀ
-        dout = k.new_empty(N, BH, C // TILE, 2, TILE, V)
-        torch.mul(do.view(*by_tile, V), scale, out=dout[:, :, :, 0])
-        torch.neg(dv.view(*by_tile, V), out=dout[:, :, :, 1])
-        dout = dout.view(N, BH, 2 * C, V)
-        dA = _mm(dout, U.mT).view(N, BH, C // TILE, 2 * TILE, C)
-        drows = _mm(dout, S[:-1].mT).view(N, BH, C // TILE, 2 * TILE, K).mul_(start)
+    # dU = A_qkᵀ dO + K⁻ dS_C,  dS₀ = Diag(e^{G_C}) dS_C + Q⁺ᵀ dO − Wᵀ dU: last chunk first.
+    # dS[c] belongs to the state that enters chunk c
+    dU = _mm(A_qk.mT, do, alpha=scale)
+    dS = k.new_empty(N + 1, BH, K, V)
+    torch.bmm(q_plus.mT.flatten(0, 1), do.flatten(0, 1), out=dS[:-1].flatten(0, 1)).mul_(scale)
+    dS[N] = dstate.reshape(BH, K, V)
+    by_chunk = zip(*(x.unbind(0) for x in (dU, W.mT, dS[:-1], dS[1:], total, k_minus)))
+    for du, w, ds, ds_next, decay, keys in reversed(list(by_chunk)):
+        du.baddbmm_(keys, ds_next)
+        ds.addcmul_(ds_next, decay).baddbmm_(w, du, alpha=-1)
 
-        # dq = dQ⁺ ⊙ e^G + Σ_j dA_qk[i,j] k_j E_ij, and dk_row likewise, as yet without `row`
-        i = torch.arange(TILE, device=k.device)
-        causal = torch.cat([i[:, None] >= i, i[:, None] > i]).to(k.dtype)       # a tile's, (32, 16)
-        for tile, columns in _columns(k, row, step):
-            dA[:, :, tile, :, tile * TILE:(tile + 1) * TILE] *= causal
-            _mm(dA[:, :, tile, :, :(tile + 1) * TILE], columns, drows[:, :, tile])
+    # dR = (I + Diag(β) A_kk)^-ᵀ dU,  dβ_i = dR_i · U_i / β_i,  dV = β ⊙ dR
+    dR = inverse.mT @ dU
+    dbeta = (dR * U).sum(-1, keepdim=True) / beta
+    dv = dR.mul_(beta)
 
-        # dk_col = Σ_i (dA_qk[i,j] q_i + dA_kk[i,j] k_i) E_ij + dK⁻ ⊙ e^{G_C − G},  dK⁻ = U dS_Cᵀ.
-        # dG_C is the last row's share: Σ_j K⁻_j ⊙ dK⁻_j + e^{G_C} ⊙ Σ_v S₀ ⊙ dS_C
-        dcol = _mm(U, dS[1:].mT)                                                    # (N, BH, C, K)
-        dG_C = (k_minus * dcol).sum(2) + dS[1:].mul_(S[:-1]).sum(-1) * total.squeeze(-1)
-        dcol.mul_(end)
-        for tile in reversed(range(C // TILE)):     # column factors go back from anchor to anchor
-            seen = dcol[:, :, :(tile + 1) * TILE]
-            _mm(dA[:, :, tile, :, :(tile + 1) * TILE].mT, rows[:, :, tile].flatten(2, 3), seen)
-            if tile > 0:
-                dcol[:, :, :tile * TILE] *= step[:, :, tile - 1]
-        dcol = dcol.view(*by_tile, K).div_(row)
+    # On stacked rows, dout = [dO; −dV] gives both: dA_qk = tril(dO Uᵀ),
+    # dA_kk = −strict_tril(dV Uᵀ), and dQ⁺ = dO S₀ᵀ, dK⁺ = −dV S₀ᵀ
+    dout = k.new_empty(N, BH, C // TILE, 2, TILE, V)
+    torch.mul(do.view(*by_tile, V), scale, out=dout[:, :, :, 0])
+    torch.neg(dv.view(*by_tile, V), out=dout[:, :, :, 1])
+    dout = dout.view(N, BH, 2 * C, V)
+    dA = _mm(dout, U.mT).view(N, BH, C // TILE, 2 * TILE, C)
+    drows = _mm(dout, S[:-1].mT).view(N, BH, C // TILE, 2 * TILE, K).mul_(start)
 
-        # dG = q ⊙ dq + k ⊙ dk_row − k ⊙ dk_col; dg sums those of all later rows of the chunk
-        dq_row, dk_row = drows.view(*rows.shape).unbind(3)                  # (N, BH, tiles, 16, K)
-        q_row, k_row = rows.unbind(3)
-        dq = dq_row * row
-        dG = dq_row.mul_(q_row).addcmul_(k_row, dk_row).addcmul_(k.view_as(dcol), dcol, value=-1)
-        dG = dG.reshape(N, BH, C, K)
-        dG[:, :, -1] += dG_C
-        dk = dcol.addcmul_(dk_row, row)
-        dg = torch.ones(C, C, dtype=k.dtype, device=k.device).triu() @ dG
-        dtokens = (_from_chunks(x.view(N, BH, C, -1), B, T) for x in (dq, dk, dv, dg, dbeta))
-        return None, dS[0].view(B, H, K, V), *dtokens
+    # dq = dQ⁺ ⊙ e^G + Σ_j dA_qk[i,j] k_j E_ij, and dk_row likewise, as yet without `row`
+    i = torch.arange(TILE, device=k.device)
+    causal = torch.cat([i[:, None] >= i, i[:, None] > i]).to(k.dtype)       # a tile's, (32, 16)
+    for tile, columns in _columns(k, row, step):
+        dA[:, :, tile, :, tile * TILE:(tile + 1) * TILE] *= causal
+        _mm(dA[:, :, tile, :, :(tile + 1) * TILE], columns, drows[:, :, tile])
+
+    # dk_col = Σ_i (dA_qk[i,j] q_i + dA_kk[i,j] k_i) E_ij + dK⁻ ⊙ e^{G_C − G},  dK⁻ = U dS_Cᵀ.
+    # dG_C is the last row's share: Σ_j K⁻_j ⊙ dK⁻_j + e^{G_C} ⊙ Σ_v S₀ ⊙ dS_C
+    dcol = _mm(U, dS[1:].mT)                                                    # (N, BH, C, K)
+    dG_C = (k_minus * dcol).sum(2) + dS[1:].mul_(S[:-1]).sum(-1) * total.squeeze(-1)
+    dcol.mul_(end)
+    for tile in reversed(range(C // TILE)):     # column factors go back from anchor to anchor
+        seen = dcol[:, :, :(tile + 1) * TILE]
+        _mm(dA[:, :, tile, :, :(tile + 1) * TILE].mT, rows[:, :, tile].flatten(2, 3), seen)
+        if tile > 0:
+            dcol[:, :, :tile * TILE] *= step[:, :, tile - 1]
+    dcol = dcol.view(*by_tile, K).div_(row)
+
+    # dG = q ⊙ dq + k ⊙ dk_row − k ⊙ dk_col; dg sums those of all later rows of the chunk
+    dq_row, dk_row = drows.view(*rows.shape).unbind(3)                  # (N, BH, tiles, 16, K)
+    q_row, k_row = rows.unbind(3)
+    dq = dq_row * row
+    dG = dq_row.mul_(q_row).addcmul_(k_row, dk_row).addcmul_(k.view_as(dcol), dcol, value=-1)
+    dG = dG.reshape(N, BH, C, K)
+    dG[:, :, -1] += dG_C
+    dk = dcol.addcmul_(dk_row, row)
+    dg = torch.ones(C, C, dtype=k.dtype, device=k.device).triu() @ dG
+    dtokens = (_from_chunks(x.view(N, BH, C, -1), B, T) for x in (dq, dk, dv, dg, dbeta))
+    return None, dS[0].view(B, H, K, V), *dtokens
 
 
 def _decays(g):
@@ -387,8 +394,8 @@ def kda(q, k, v, g, beta, state=None):
         return kernels.kda(q, k, v, g, beta, state, look_at_g=False)
     if q.shape[1] == 1:
         return kda_recurrent(q, k, v, g, beta, state)
-    wide = q.shape[0] * q.shape[2] >= 16     # many heads: even a step of a short chunk is wide
-    return kda_chunk(q, k, v, g, beta, state, chunk=16 if wide and not q.is_cuda else 64)
+    # CPUs are faster with short chunks. Not by batch size: a row must not depend on its neighbours
+    return kda_chunk(q, k, v, g, beta, state, chunk=64 if q.is_cuda else 16)
 
 
 # --------------------------------------------------------------------------------------------------
