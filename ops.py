@@ -1,7 +1,9 @@
 """
-What the parts share: fp32, linear maps of one x, RMSNorm, exchange between ranks, and the question
-whether a Triton kernel takes a tensor.
+What the parts share: fp32, backward passes by hand, RMSNorm, linear maps of one x, exchange between
+ranks, and the question whether a Triton kernel takes a tensor.
 """
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -27,6 +29,19 @@ def triton_takes(x):
 def fp32(x):
     """x in at least fp32: for what bf16 must not round. fp64 stays, so tests see every digit."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def by_hand(backward):
+    """
+    Makes a function the backward of an autograd Function: static, differentiable once, and free of
+    autocast, even where loss.backward() is called inside it.
+    """
+    @torch.autograd.function.once_differentiable
+    @functools.wraps(backward)
+    def wrapped(ctx, *grads):
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return backward(ctx, *grads)
+    return staticmethod(wrapped)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -57,8 +72,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, r, weight)
         return (x * r).mul_(weight)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
+    @by_hand
     def backward(ctx, dy):
         x, r, weight = ctx.saved_tensors
         product = dy * x
@@ -84,8 +98,7 @@ class _Linears(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, w) for w in weights)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
+    @by_hand
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
         dys = [dy.flatten(0, -2) for dy in dys]  # (B·T, ·)
