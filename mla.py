@@ -87,13 +87,12 @@ class GatedMLA(nn.Module):
         q_latent = torch.einsum("bthn,hnr->bthr", q[..., :self.nope], w_k)
         q = torch.cat([q_latent, q[..., self.nope:]], dim=-1)  # (B, T, H, R + rope)
         q = q * (self.nope + self.rope) ** -0.5
-        o = []
-        for start in range(0, T, 256):  # so that (T, S) logits never exist at once
-            logits = fp32(torch.einsum("bthr,bsr->bhts", q[:, start:start + 256], latents))
-            if T > 1:
-                logits = hide_future(logits, S - T + start)
-            p = logits.softmax(-1).to(q.dtype)
+        o, start = [], S - T
+        for rows in q.split(rows_at_once(q, S), dim=1):
+            logits = fp32(torch.einsum("bthr,bsr->bhts", rows, latents))
+            p = hide_future(logits, start).softmax(-1).to(q.dtype)
             o.append(torch.einsum("bhts,bsr->bthr", p, latents[..., :self.R]))
+            start += rows.shape[1]
         return torch.einsum("bthr,hvr->bthv", torch.cat(o, dim=1), w_v)
 
     def new_cache(self, batch_size):
@@ -123,10 +122,19 @@ def append(cache, new):
     cache["length"] = length
 
 
+def rows_at_once(q, S, most=2 ** 28):
+    """How many of q's T rows (B, T, H, ·) may meet S keys, for logits of at most 2^28 bytes."""
+    B, T, H, _ = q.shape
+    return max(1, min(T, most // (4 * B * H * S)))
+
+
 def hide_future(logits, past):
-    """logits (…, rows, S), the first row being token number `past` → −inf at all later tokens."""
-    future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(past + 1)
-    return logits.masked_fill(future, -torch.inf)
+    """In place: logits (…, rows, S), the first row being token `past` → −inf at all later tokens."""
+    rows, S = logits.shape[-2:]
+    if past + 1 < S:
+        future = torch.ones(rows, S, dtype=torch.bool, device=logits.device).triu(past + 1)
+        logits.masked_fill_(future, -torch.inf)
+    return logits
 
 
 @torch.no_grad()
@@ -140,10 +148,10 @@ def largest_logit(q, k, tau=100.0):
     bound = q.norm(dim=-1).amax((0, 1)) * k.norm(dim=-1).amax((0, 1)) * scale  # (H)
     if bound.max() <= tau:
         return bound
-    T, past = q.shape[1], k.shape[1] - q.shape[1]
-    largest = torch.full_like(bound, -torch.inf)
-    for start in range(0, T, 256):  # so that (T, S) logits never exist at once
-        seen = k[:, :past + start + 256]
-        logits = torch.einsum("bthd,bshd->bhts", q[:, start:start + 256], seen).float() * scale
-        largest = torch.maximum(largest, hide_future(logits, past + start).amax((0, 2, 3)))
+    largest, start = torch.full_like(bound, -torch.inf), k.shape[1] - q.shape[1]
+    for rows in q.split(rows_at_once(q, k.shape[1]), dim=1):
+        end = start + rows.shape[1]
+        logits = torch.einsum("bthd,bshd->bhts", rows, k[:, :end]).float() * scale
+        largest = torch.maximum(largest, hide_future(logits, start).amax((0, 2, 3)))
+        start = end
     return largest
