@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ops import RMSNorm, exchange, fp32, kernels, linears, triton_takes
+from ops import RMSNorm, by_hand, exchange, fp32, kernels, linears, triton_takes
 
 
 def moe_definition(layer, x):
@@ -70,9 +70,9 @@ def situ_definition(g, u, beta, linear_beta):
 
 def situ(g, u, beta, linear_beta):
     """The activation that is used: situ_definition's arguments and result."""
-    if beta is None:  # SiLU is torch's own
-        up = u if linear_beta is None else linear_beta * torch.tanh(u / linear_beta)
-        return F.silu(g) * up
+    if beta is None:  # for study: SiLU is torch's own
+        up = fp32(u) if linear_beta is None else linear_beta * torch.tanh(fp32(u) / linear_beta)
+        return (F.silu(fp32(g)) * up).to(g.dtype)
     apply = kernels.situ if triton_takes(g) else _SiTU.apply
     return apply(g, u, beta, linear_beta)
 
@@ -89,8 +89,7 @@ class _SiTU(torch.autograd.Function):
         ctx.limits = beta, linear_beta, g.dtype
         return (tanh_g * sigmoid_g).mul_(up).mul_(beta * (linear_beta or 1)).to(g.dtype)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
+    @by_hand
     def backward(ctx, dy):
         # aten's tanh_backward(y, t) = y (1 − t²), its sigmoid_backward(y, s) = y s (1 − s)
         tanh_g, sigmoid_g, up = ctx.saved_tensors
@@ -244,11 +243,15 @@ class LatentMoE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(fp32(x), fp32(self.router.weight)).sigmoid()  # (m, E)
         chosen, cutoff = choose(scores.detach(), self.router_bias, self.k)
-        # neither evaluation nor sampling counts, nor a forward recomputed inside a backward
-        inside_backward = torch._C._current_graph_task_id() != -1
-        if self.training and torch.is_grad_enabled() and not inside_backward:
-            self.observe(scores.detach(), chosen, cutoff, counted)
         p = scores.gather(1, chosen)  # the score itself, never the biased one
+        # Each token of training counts once; evaluation and sampling do not. A forward recomputed
+        # inside a backward counts only where that goes on through its own p: so it is for a
+        # reentrant checkpoint, whose first forward ran under no_grad.
+        if self.training and torch.is_grad_enabled():
+            def count(*_):
+                self.observe(scores.detach(), chosen, cutoff, counted)
+            inside_backward = torch._C._current_graph_task_id() != -1
+            p.register_hook(count) if inside_backward else count()
         if self.k > 1:
             p = p / (p.sum(-1, keepdim=True) + 1e-20)
         return chosen, p * self.scale
@@ -350,8 +353,7 @@ class _Reorder(torch.autograd.Function):
         # on a CPU, index_select takes a third of the time of x[order]
         return x.index_select(0, order // k if k > 1 else order)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
+    @by_hand
     def backward(ctx, dy):
         (inverse,) = ctx.saved_tensors
         dx = dy.index_select(0, inverse)
