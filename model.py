@@ -87,6 +87,12 @@ class K3(nn.Module):
         is ignored, and its token does not count for balance. cache: from new_cache; the tokens then
         follow those of earlier calls.
         """
+        if idx.dim() != 2 or idx.shape[1] < 1 or idx.dtype not in (torch.int64, torch.int32):
+            raise ValueError("idx: expected token ids (B, T ≥ 1), int64 or int32, got "
+                             f"{tuple(idx.shape)} {idx.dtype}")
+        if targets is not None and (targets.shape != idx.shape or targets.dtype != torch.int64):
+            raise ValueError(f"targets: expected int64 of idx's shape {tuple(idx.shape)}, got "
+                             f"{tuple(targets.shape)} {targets.dtype}")
         stream = Stream(self.embed(idx))  # (B, T, d)
         all_count = targets is None or (targets != -1).all()
         counted = None if all_count else targets != -1
@@ -169,16 +175,19 @@ class K3(nn.Module):
 
     @torch.no_grad()
     def _generate(self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size):
-        was_training, cache = self.training, self.new_cache(idx.shape[0])
-        self.eval()
-        try:
-            for _ in range(max_new_tokens):
+        cache = self.new_cache(idx.shape[0])
+        for _ in range(max_new_tokens):
+            was_training = self.training  # between two tokens the mode is the caller's
+            if was_training:
+                self.eval()
+            try:
                 logits, _ = self(idx, cache=cache, last_only=True)
-                logits = fp32(logits[:, -1, :vocab_size])  # (B, vocab)
-                idx = sample_token(logits, temperature, top_k, top_p)  # (B, 1)
-                yield idx
-        finally:
-            self.train(was_training)
+            finally:
+                if was_training:
+                    self.train()
+            logits = fp32(logits[:, -1, :vocab_size])  # (B, vocab)
+            idx = sample_token(logits, temperature, top_k, top_p)  # (B, 1)
+            yield idx
 
     # ---- training
 
@@ -228,6 +237,10 @@ class K3(nn.Module):
         """
         if optimizer not in ("muon", "whole", "adamw"):
             raise ValueError(f"optimizer = {optimizer!r}: expected muon, whole or adamw")
+        if self.moes() and self.config.latent_norm and self.config.num_experts_per_token == 1:
+            raise ValueError("num_experts_per_token = 1 with latent_norm = True: the norm cancels "
+                             "the one routing weight, so the router would never learn. Train with "
+                             "2 experts per token or more, or with latent_norm = False")
         per_head, whole, decayed, plain, queries = self.parameter_lists()
         if optimizer == "adamw":
             matrices, decayed = [], per_head + whole + decayed
@@ -345,17 +358,21 @@ class K3(nn.Module):
 
 
 def sample_token(logits, temperature, top_k, top_p):
-    """logits (B, vocab) fp32 → (B, 1)."""
+    """
+    logits (B, vocab) fp32 → (B, 1). Among equal logits the first ids stay, so exactly top_k do, and
+    no more than it takes to reach top_p.
+    """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p is not None and top_p < 1:
-        values, order = logits.sort(descending=True)
-        likelier = values.softmax(-1).cumsum(-1) - values.softmax(-1)  # the mass ahead of each
-        out = (likelier >= top_p).scatter(1, order, likelier >= top_p)  # never the first one
-        logits = logits.masked_fill(out, -torch.inf)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # ≤ 0: no temperature overflows
+    if top_k is not None or top_p is not None:
+        values, order = logits.sort(descending=True, stable=True)  # (B, vocab)
+        if top_k is not None:
+            values[:, top_k:] = -torch.inf
+        if top_p is not None and top_p < 1:
+            p = values.softmax(-1)
+            values[p.cumsum(-1) - p >= top_p] = -torch.inf  # the likelier ones are enough
+        logits = values.scatter(1, order, values)
     return torch.multinomial(logits.softmax(-1), 1)
 
 
@@ -438,19 +455,29 @@ class K3Config:
 
         may_be_zero = {"mla_every", "kda_key_dim", "kda_value_dim", "first_k_dense_replace",
                        "qk_rope_head_dim", "routed_expert_hidden_size"}
-        for name in (f.name for f in fields(self) if f.type is int):
-            value, least = getattr(self, name), 0 if name in may_be_zero else 1
-            rule(type(value) is int, name, "expected a whole number")
-            rule(value >= least, name, f"must be at least {least}")
+        # below g_min = -5.9, the 16-row tiles of KDA leave fp32
+        ranges = dict(g_min=(-5.9, 0), router_bias_ema=(0, 1), rms_norm_eps=(1e-12, 0.1),
+                      routed_scaling_factor=(1e-6, 1e6), situ_beta=(1e-3, 1e6),
+                      situ_linear_beta=(1e-3, 1e6))
+        for name, kind in ((f.name, f.type) for f in fields(self)):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and type(value) is not bool
+            if kind is int:
+                least = 0 if name in may_be_zero else 1
+                rule(type(value) is int and value >= least, name,
+                     f"must be a whole number, at least {least}")
+            elif kind is float and not (value is None and name.startswith("situ")):
+                (low, high), no_limit = ranges[name], ", or None for no limit"
+                rule(is_number and low <= value < high, name, f"must be a number in [{low}, {high})"
+                     + no_limit * name.startswith("situ"))
 
         if not (self.kda_key_dim and self.kda_value_dim):
             rule(self.n_embd % self.n_head == 0, "n_head", f"must divide n_embd = {self.n_embd}, "
                  "or kda_key_dim and kda_value_dim must be given")
             self.kda_key_dim = self.kda_key_dim or self.n_embd // self.n_head
             self.kda_value_dim = self.kda_value_dim or self.n_embd // self.n_head
-        rule(-5.9 <= self.g_min < 0, "g_min",
-             "must lie in [-5.9, 0): below that the 16-row tiles of KDA leave fp32")
 
+        rule(type(self.full_attn_layers) in (tuple, list), "full_attn_layers", "expected a list")
         layers, n = tuple(self.full_attn_layers), self.n_layer
         self.full_attn_layers = layers
         in_range = all(type(i) is int and 1 <= i <= n for i in layers)
@@ -461,6 +488,10 @@ class K3Config:
         rule(self.first_k_dense_replace <= n, "first_k_dense_replace",
              f"must be at most n_layer = {n}")
 
+        for name, words in (("attn_res", ("block", "full", "none")),
+                            ("kda_gate", ("sigmoid", "softplus")),
+                            ("balance", ("quantile", "sign", "none")), ("qat", ("", "mxfp4"))):
+            rule(getattr(self, name) in words, name, f"must be one of {str(words)[1:-1]}")
         rule(self.num_experts_per_token <= self.num_experts, "num_experts_per_token",
              f"must be at most num_experts = {self.num_experts}")
         for name in ("moe_intermediate_size", "routed_expert_hidden_size"):
@@ -468,21 +499,12 @@ class K3Config:
                  "must be a multiple of 8: grouped matrix products want rows of 16 bytes")
             rule(not self.qat or getattr(self, name) % 32 == 0, name,
                  "must be a multiple of 32, the block of MXFP4, with qat")
-        rule(self.qat in ("", "mxfp4"), "qat", "must be 'mxfp4', or '' for none")
-        for name, words in (("attn_res", ("block", "full", "none")),
-                            ("kda_gate", ("sigmoid", "softplus")),
-                            ("balance", ("quantile", "sign", "none"))):
-            rule(getattr(self, name) in words, name, f"must be one of {str(words)[1:-1]}")
         rule(type(self.latent_norm) is bool, "latent_norm", "must be True or False")
         if not self.routed_expert_hidden_size:
             no_latent = "with routed_expert_hidden_size = 0"
             rule(not self.latent_norm, "latent_norm",
                  f"must be False {no_latent}: there is no latent to norm")
             rule(not self.qat, "qat", f"must be '' {no_latent}: MXFP4 is for experts in a latent")
-        rule(0 <= self.router_bias_ema < 1, "router_bias_ema", "must lie in [0, 1)")
-        for name in ("situ_beta", "situ_linear_beta"):
-            beta = getattr(self, name)
-            rule(beta is None or beta > 0, name, "must be positive, or None for no limit")
 
 
 def main(arguments):
