@@ -2,13 +2,19 @@
 What every program here does with its arguments, its text and its failures.
 
     options       --name=value on the command line, checked against the defaults
+    read_settings the same for many settings with types, and from files of `name = value` lines
+    describe      what --help says of settings: the comments beside them
     find_device   --device=auto
     read_text     a UTF-8 file, without a byte-order mark
     run           main(arguments) as a program: UTF-8 out, an expected failure in one line
 """
+import ast
 import contextlib
 import difflib
+import inspect
+import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -47,6 +53,94 @@ def with_equals_sign(arguments, i):
     """What to say about ["--top_k", "5"]."""
     following = arguments[i + 1] if i + 1 < len(arguments) else "VALUE"
     return f"{arguments[i]}: expected an equals sign, {arguments[i]}={following}"
+
+
+def read_settings(arguments, types, may_be_none=()):
+    """
+    ["config/a.py", "--lr=2e-3"] → ({name: value}, "a"): what files of `name = value` lines and the
+    command line give, in this order, and the name of the file. types: {name: type}; a value is a
+    literal. Errors: ValueError that names the setting, and what was expected.
+    """
+    given, stem = {}, ""
+    for i, argument in enumerate(arguments):
+        if not argument.startswith("-"):
+            stem = Path(argument).stem
+            values = read_config_file(argument)
+        else:
+            name, equals, text = argument.lstrip("-").partition("=")
+            kind = types.get(name)
+            if not equals and kind not in (bool, None):
+                raise ValueError(with_equals_sign(arguments, i))
+            value = text if equals else True      # --resume is --resume=True
+            if equals and kind is not str:
+                with contextlib.suppress(ValueError, SyntaxError):         # else it is no literal
+                    value = ast.literal_eval(text)
+            values = {name: value}
+        for name, value in values.items():
+            if value is not None or name not in may_be_none:
+                value = checked(name, value, types)
+            given[name] = value
+    return given, stem
+
+
+def read_config_file(path):
+    """`name = value` lines → dict. Parsed, never executed: a value is a literal."""
+    if not os.path.isfile(path):
+        near = difflib.get_close_matches(path, [str(p) for p in Path("config").glob("*.py")], 1)
+        hint = f"did you mean {near[0]}?" if near else "those that come with nanoK3 are in config/"
+        raise ValueError(f"no config file {path}; {hint}")
+    try:
+        lines = ast.parse(read_text(path)).body
+    except SyntaxError as error:
+        raise ValueError(f"{path}: {error}; a config file is plain `name = value` lines") from None
+    if lines and isinstance(lines[0], ast.Expr) and isinstance(lines[0].value, ast.Constant):
+        lines = lines[1:]                         # a docstring
+    values = {}
+    for line in lines:
+        try:
+            (name,) = line.targets
+            values[name.id] = ast.literal_eval(line.value)
+        except (AttributeError, ValueError):
+            raise ValueError(f"{path}, line {line.lineno}: expected `name = value` with a plain "
+                             "value") from None
+    return values
+
+
+def checked(name, value, types):
+    """→ the value in the type of its setting. Errors: ValueError, if one of them does not fit."""
+    if name not in types:
+        near = difflib.get_close_matches(name, types, 1)
+        hint = f"did you mean {near[0]}?" if near else "--help shows them all"
+        raise ValueError(f"unknown setting {name}; {hint}")
+    kind = types[name]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if kind is tuple and type(value) is list:
+        value = tuple(value)
+    if type(value) is not kind:
+        raise ValueError(f"{name} = {value!r}: expected {kind.__name__}, got "
+                         f"{type(value).__name__}")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{name} = {value}: expected a finite number")
+    return value
+
+
+def describe(*kinds):
+    """Every field of these dataclasses as an option, with its default and the comment beside it."""
+    lines = []
+    for kind in kinds:
+        lines += ["", f"{kind.__name__}:"]
+        source = inspect.getsource(kind).partition("    @")[0]             # up to the first method
+        for line in source.splitlines():
+            field = re.fullmatch(r"    (\w+): \w+ = (.*?)(?:  +# (.*))?", line)
+            comment = re.fullmatch(r"    ( *)# (.*)", line)
+            if field:
+                name, default, text = field.groups()
+                lines.append(f"    {f'--{name}={default}':<32} {text or ''}".rstrip())
+            elif comment:
+                inside, text = comment.groups()
+                lines.append(f"{'':37}{text}" if inside else f"  {text}")
+    return "\n".join(["", *lines])
 
 
 def find_device(name):

@@ -43,6 +43,7 @@ class Ranks:
         # with the same experts; everyone for Python objects
         self.everyone = self.experts = self.context = self.replicas = self.objects = None
         self.store = None           # torch's key-value store: signs of life and last words
+        self.way_back = "--resume"  # what to start again with
 
     def check(self, settings, config):
         """That everything can be shared out evenly. Errors: ValueError naming the setting."""
@@ -255,18 +256,19 @@ class Ranks:
         experts = model.shared_out()
         load_weights(model, {name: mine(x) if name in experts else x for name, x in state.items()})
         expert_weights, part = set(experts.values()), {}
-        for kind, whole in moments.items():
-            params = [p for group in getattr(optimizer, kind).param_groups for p in group["params"]]
-            kept = {}
-            for i, values in whole["state"].items():
-                if params[i] in expert_weights:
-                    values = {k: mine(x) for k, x in values.items()}
-                if params[i] not in optimizer.muon.others:
-                    kept[i] = values
-            part[kind] = {**whole, "state": kept}
         try:
+            for kind, whole in moments.items():
+                groups = getattr(optimizer, kind).param_groups
+                params = [p for group in groups for p in group["params"]]
+                kept = {}
+                for i, values in whole["state"].items():
+                    if params[i] in expert_weights:
+                        values = {k: mine(x) for k, x in values.items()}
+                    if params[i] not in optimizer.muon.others:
+                        kept[i] = values
+                part[kind] = {**whole, "state": kept}
             optimizer.load_state_dict(part)
-        except ValueError as error:
+        except (ValueError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"the checkpoint's optimizer is another version's ({error}); go on "
                              "from its weights: python weights.py RUN FOLDER, then train.py "
                              "--init_from=FOLDER") from None
@@ -324,7 +326,7 @@ class Ranks:
         except Exception:
             lost = ["the process that keeps the store is gone (rank 0 or its torchrun)"]
         reason = "; ".join(lost) or error
-        return f"rank {self.rank}: lost touch. {reason}. Start again with --resume"
+        return f"rank {self.rank}: lost touch. {reason}. Start again with {self.way_back}"
 
     def who_is_lost(self):
         """Seven seconds of listening → a line for each rank that stopped, was killed or hangs."""

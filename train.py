@@ -15,11 +15,8 @@ metrics.jsonl to out/NAME/ (checkpoint.py). On Ctrl-C, SIGTERM or a lost termina
 step, saves and leaves. Everything random is a function of the seed and of `step`, the number of
 finished updates; the learning rate, checkpoints and the choice of data go by `step` as well.
 """
-import ast
 import contextlib
 import ctypes
-import difflib
-import inspect
 import json
 import math
 import os
@@ -260,6 +257,7 @@ class Run:
             given = {**given, **asdict(model.config)}
         self.settings, self.config = make_settings({**given, "out_dir": out_dir}, self.data.enc)
         self.out_dir = Path(out_dir)
+        ranks.way_back = f"--resume --out_dir={out_dir}"
         ranks.check(self.settings, self.config)
         self.data.check(self.settings, saved)
         self.device, self.dtype, self.peak = set_up_machine(self.settings)
@@ -291,6 +289,7 @@ class Run:
             self.step, self.seconds = saved["step"], saved["seconds"]
         self.first_step = self.saved_at = self.step
         self.between_steps = True                 # not in the middle of an update: fit to be saved
+        self.earlier = None                       # where an earlier run was moved
         ranks.agree(step=self.step, **self.data.identity, **asdict(settings), **asdict(self.config))
         size = model.num_params()
         self.lock = ranks.first(lambda: prepare_folder(self.out_dir, not saved, size))
@@ -328,10 +327,11 @@ class Run:
         """
         if self.step != self.first_step + 1:
             return
-        earlier = self.ranks.first(self.move_aside) if self.first_step == 0 else None
-        if earlier:
-            self.log.say(f"moved the earlier run in {self.out_dir} to {earlier} "
-                         f"(to go on with it: --resume --out_dir={earlier})")
+        if self.first_step == 0:
+            self.earlier = self.ranks.first(self.move_aside)
+        if self.earlier:
+            self.log.say(f"moved the earlier run in {self.out_dir} to {self.earlier} "
+                         f"(to go on with it: --resume --out_dir={self.earlier})")
         self.log.open(self.out_dir, self.first_step)
 
     def move_aside(self):
@@ -372,8 +372,9 @@ class Run:
         if stopped:
             # without a signal here, another rank got it
             number = self.signals[0] if self.signals else signal.SIGTERM
+            other = f", or with the earlier run: --out_dir={self.earlier}" if self.earlier else ""
             self.log.say(f"stopped by {signal.Signals(number).name} {where}; "
-                         f"go on with --resume --out_dir={self.out_dir}")
+                         f"go on with --resume --out_dir={self.out_dir}{other}")
             sys.exit(128 + number)
         if not begun:
             self.log.say(f"nothing to do: the run in {self.out_dir} has {self.step} updates "
@@ -503,7 +504,8 @@ class Log:
         self.file = self.board = self.wandb = None
         if speaks:
             for name in ("tensorboard", "wandb"):
-                if getattr(settings, name) and not find_spec(name):
+                spec = find_spec(name)            # without origin it is a folder of that name
+                if getattr(settings, name) and not (spec and spec.origin):
                     raise ValueError(f"{name} was asked for and is not installed: pip install "
                                      f"{name}, or leave the setting out")
 
@@ -524,8 +526,8 @@ class Log:
         if not self.speaks:
             return
         path = Path(out_dir) / "metrics.jsonl"
-        kept = [line for line in read_metrics(out_dir) if step and line["step"] <= step]
         try:
+            kept = [line for line in read_metrics(out_dir) if step and line["step"] <= step]
             text = "".join(json.dumps(line) + "\n" for line in kept)
             path.with_suffix(".tmp").write_text(text, encoding="utf-8")
             os.replace(path.with_suffix(".tmp"), path)
@@ -601,9 +603,9 @@ class Log:
         """A line on the screen; with live, the next one takes its place."""
         if not self.speaks:
             return
-        if live:                  # over all of the earlier line, and within this one
+        if live:                  # over all of the earlier line, and no longer than the terminal
             width = shutil.get_terminal_size().columns - 1
-            text = "\r" + text[:width].ljust(width)
+            text = "\r" + re.sub(" {3,}", "  ", text)[:width].ljust(width)
         elif self.on_live_line:
             text = "\n" + text
         self.on_live_line = live
@@ -645,88 +647,21 @@ FREE = {"out_dir", "steps", "log_every", "eval_every", "eval_batches", "tensorbo
 TYPES = {f.name: f.type for f in (*fields(Settings), *fields(K3Config))}
 
 
-def read_config_file(path):
-    """`name = value` lines → dict. Parsed, never executed: a value is a literal."""
-    if not os.path.isfile(path):
-        near = difflib.get_close_matches(path, [str(p) for p in Path("config").glob("*.py")], 1)
-        hint = f"did you mean {near[0]}?" if near else "those that come with nanoK3 are in config/"
-        raise ValueError(f"no config file {path}; {hint}")
-    try:
-        lines = ast.parse(cli.read_text(path)).body
-    except SyntaxError as error:
-        raise ValueError(f"{path}: {error}; a config file is plain `name = value` lines") from None
-    if lines and isinstance(lines[0], ast.Expr) and isinstance(lines[0].value, ast.Constant):
-        lines = lines[1:]                         # a docstring
-    values = {}
-    for line in lines:
-        try:
-            (name,) = line.targets
-            values[name.id] = ast.literal_eval(line.value)
-        except (AttributeError, ValueError):
-            raise ValueError(f"{path}, line {line.lineno}: expected `name = value` with a plain "
-                             "value") from None
-    return values
-
-
 def read_arguments(arguments):
-    """
-    Words of a command line → {name: value}, as it and config files give them, checked for name and
-    type, and the name of the config file.
-    """
-    given, stem = {}, ""
-    for i, argument in enumerate(arguments):
-        if not argument.startswith("-"):
-            stem = Path(argument).stem
-            values = read_config_file(argument)
-        else:
-            name, equals, text = argument.lstrip("-").partition("=")
-            if not equals and TYPES.get(name, bool) is not bool:
-                raise ValueError(cli.with_equals_sign(arguments, i))
-            values = {name: read_value(name, text) if equals else True}
-        given |= {name: check_value(name, value) for name, value in values.items()}
+    """Words of a command line → {name: value} of settings, and the name of the config file."""
+    given, stem = cli.read_settings(arguments, TYPES, ("situ_beta", "situ_linear_beta"))
+    for name in given.keys() & {"out_dir", "init_from"}:
+        given[name] = os.path.expanduser(given[name])     # few shells do so after an equals sign
     return given, stem
-
-
-def read_value(name, text):
-    """What the command line says of a setting → a str, if it is one, else a literal."""
-    if TYPES.get(name) is str:
-        return text
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text               # of a wrong type, as check_value will say
-
-
-def check_value(name, value):
-    """→ the value, in the type of the setting. Errors: ValueError, if either does not fit."""
-    if name not in TYPES:
-        near = difflib.get_close_matches(name, TYPES, 1)
-        hint = f"did you mean {near[0]}?" if near else "see python train.py --help"
-        raise ValueError(f"unknown setting {name}; {hint}")
-    kind = TYPES[name]
-    if kind is float and type(value) is int:
-        value = float(value)
-    if kind is tuple and type(value) is list:
-        value = tuple(value)
-    may_be_none = name in ("situ_beta", "situ_linear_beta")
-    if type(value) is not kind and not (value is None and may_be_none):
-        raise ValueError(f"{name} = {value!r}: expected {kind.__name__}, got "
-                         f"{type(value).__name__}")
-    if kind is float and value is not None and not math.isfinite(value):
-        raise ValueError(f"{name} = {value}: expected a finite number")
-    if name in ("out_dir", "init_from"):
-        value = os.path.expanduser(value)         # which few shells do behind an equals sign
-    return value
 
 
 def resumed_settings(given, saved, out_dir):
     """The settings of a run that goes on: its own, but for those that it may change."""
     own = {**saved["settings"], **saved["config"]}
-    unknown = own.keys() - TYPES.keys()
-    if unknown:
-        raise ValueError(f"the checkpoint in {out_dir} is of another version of nanoK3, with "
-                         f"settings unknown here ({', '.join(sorted(unknown))}); use the version "
-                         "that wrote it")
+    odd = (own.keys() - TYPES.keys()) | ({"random", "seconds"} - saved.keys())
+    if odd:
+        raise ValueError(f"the checkpoint in {out_dir} is of another version of nanoK3, which "
+                         f"differs in {', '.join(sorted(odd))}; use the version that wrote it")
     for name, value in given.items():
         if name not in FREE and own.get(name) != value:
             raise ValueError(f"{name} = {value!r}, but the run in {out_dir} has {own.get(name)!r}; "
@@ -809,25 +744,6 @@ def mla_layers(config):
     return [i + 1 for i in range(config.n_layer) if config.is_mla(i)]
 
 
-def settings_help():
-    """Every setting as an option, with its default and the comment beside it in the source."""
-    lines = ["\n\nSettings"]
-    for kind in (Settings, K3Config):
-        if kind is K3Config:
-            lines += ["", "Sizes of the model (K3Config)"]
-        body = inspect.getsource(kind).partition(":\n")[2]
-        for line in body.partition("    @")[0].splitlines():               # up to the first method
-            field = re.fullmatch(r"    (\w+): \w+ = (.*?)(?:  +# (.*))?", line)
-            comment = re.fullmatch(r"    ( *)# (.*)", line)
-            if field:
-                name, default, text = field.groups()
-                lines.append(f"    {f'--{name}={default}':<32} {text or ''}".rstrip())
-            elif comment:
-                inside, text = comment.groups()
-                lines.append(f"{'':37}{text}" if inside else f"  {text}")
-    return "\n".join(lines)
-
-
 # ------------------------------------------------------------------------------------------------
 # the machine
 
@@ -888,4 +804,4 @@ def what_to_change(error):
 
 
 if __name__ == "__main__":
-    cli.run(main, __doc__.strip() + settings_help())
+    cli.run(main, __doc__.strip() + cli.describe(Settings, K3Config))
