@@ -378,6 +378,12 @@ _dinputs = _tuned(dinputs, ["K", "V", "C"],
     (4, 2, dict(BK=16, BV=64)), (8, 2, dict(BK=32, BV=32)), (4, 3, dict(BK=16, BV=32)))
 
 
+def _launch(x, kernel, grid, *arguments, **constants):
+    """On the GPU that holds x; by itself Triton would take the current one."""
+    with torch.cuda.device_of(x):
+        kernel[grid](*arguments, **constants)
+
+
 class _Chunks:
     """The part of forward that backward runs again: `scores`, `solve` and `states`."""
 
@@ -430,12 +436,11 @@ class _Chunks:
                     chunks, K, V, KP=triton.next_power_of_2(K))
         return last
 
-    def launch(self, kernel, grid, *arguments, **more):
-        if self.tune:
-            kernel[grid](*arguments, **more, **self.fixed)
-        else:
-            first_choice = kernel.configs[0].all_kwargs()
-            kernel.fn[grid](*arguments, **more, **self.fixed, **first_choice)
+    def launch(self, kernel, grid, *arguments, **constants):
+        constants |= self.fixed
+        if not self.tune:
+            kernel, constants = kernel.fn, constants | kernel.configs[0].all_kwargs()
+        _launch(self.beta, kernel, grid, *arguments, **constants)
 
 
 class _KDA(torch.autograd.Function):
@@ -490,8 +495,10 @@ def fits(q, v):
 
 def _check(q, k, v, g, beta, state, look_at_g):
     """Errors: ValueError that names the argument, what came and what is allowed."""
-    if q.dim() != 4 or q.shape[1] < 1:
-        raise ValueError(f"q: expected (B, T, H, K) with T ≥ 1, got {tuple(q.shape)}")
+    for name, x in (("q", q), ("v", v)):
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name}: expected (B, T, H, ·), none of them zero, "
+                             f"got {tuple(x.shape)}")
     if _unfit(q, v):
         raise ValueError(_unfit(q, v))
     (B, T, H, K), V = q.shape, v.shape[-1]
@@ -531,10 +538,12 @@ def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True)
 
     segments: parts of the sequence whose states are found side by side; None: enough to fill the
     GPU. chunk: 32 or 64 tokens; None: the faster, measured on the first sequence of at least 1,024
-    tokens of these widths, and 64 until then. look_at_g=False: g is known to lie in [−5.9, 0]; to
-    look, the CPU has to wait for the GPU. Errors: ValueError that names the argument.
+    tokens of these widths, and 64 until then. Both choices, and the tuning of the kernels, move the
+    last digits, and the first depends on the batch size: to compare bit for bit, give segments and
+    chunk. look_at_g=False: g is known to lie in [−5.9, 0]; to look, the CPU waits for the GPU.
+    Errors: ValueError that names the argument.
     """
-    if state is None and q.dim() == 4:
+    if state is None and q.dim() == v.dim() == 4:
         state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
     _check(q, k, v, g, beta, state, look_at_g)
     (B, T, H, K), V = q.shape, v.shape[-1]
@@ -550,11 +559,12 @@ def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True)
                          f"{H} heads fewer than 65,536 in all, the limit of a launch")
     inputs = [x.contiguous() for x in (q, k, v, g, beta, state)]
     train = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    # timing waits for the GPU, which a stream that is being captured must not
-    tune = q.is_cuda and T >= 1024 and not torch.cuda.is_current_stream_capturing()
     key = K, V, q.dtype, train
-    if chunk is None and key not in CHUNKS and tune:
-        CHUNKS[key] = _faster_chunk(inputs, segments, train)
+    with torch.cuda.device_of(q):
+        # timing waits for the GPU, which a stream that is being captured must not
+        tune = q.is_cuda and T >= 1024 and not torch.cuda.is_current_stream_capturing()
+        if chunk is None and key not in CHUNKS and tune:
+            CHUNKS[key] = _faster_chunk(inputs, segments, train)
     return _KDA.apply(*inputs, segments, chunk or CHUNKS.get(key, 64), tune)
 
 
@@ -583,15 +593,17 @@ def kda_decode(q, k, v, g, beta, state):
     One token: q, k, g (B, 1, H, K), v (B, 1, H, V), beta (B, 1, H) → o (B, 1, H, V).
     state (B, H, K, V), fp32 and contiguous, is changed in place.
     """
-    if q.shape[1] != 1 or not state.is_contiguous():
-        raise ValueError(f"expected one token and a contiguous state, "
-                         f"got {q.shape[1]} tokens and strides {state.stride()}")
     _check(q, k, v, g, beta, state, look_at_g=False)
-    B, _, H, K = q.shape
-    V, o = v.shape[-1], torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    if T != 1:
+        raise ValueError(f"q: expected one token, got {T}; kda takes more")
+    if not state.is_contiguous():
+        raise ValueError(f"state: expected a contiguous one, to change it in place, "
+                         f"got strides {state.stride()}")
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    decode[triton.cdiv(V, 32), B * H](q, k, v, g, beta, state, o, K, V, K ** -0.5,
-                                      KP=triton.next_power_of_2(K), BV=32, num_warps=4)
+    _launch(q, decode, (triton.cdiv(V, 32), B * H), q, k, v, g, beta, state, o, K, V, K ** -0.5,
+            KP=triton.next_power_of_2(K), BV=32, num_warps=4)
     return o
 
 
@@ -629,14 +641,17 @@ class _SiTU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, g, u, beta, linear_beta):
+        if u.shape != g.shape or u.device != g.device:
+            raise ValueError(f"u: expected {tuple(g.shape)} on {g.device}, as g, "
+                             f"got {tuple(u.shape)} on {u.device}")
         y, width = torch.empty(g.shape, dtype=g.dtype, device=g.device), g.shape[-1]
         # halves of one matrix stay views
         g, u = (x.reshape(-1, width) if x.stride(-1) == 1 else x.contiguous().view(-1, width)
                 for x in (g, u))
         ctx.save_for_backward(g, u)
         ctx.rest = g.stride(0), u.stride(0), y.numel(), width, beta, linear_beta or 0.0
-        grid = triton.cdiv(y.numel(), 1024),
-        situ_kernel[grid](g, u, y, None, None, None, *ctx.rest, BLOCK=1024)
+        _launch(y, situ_kernel, (triton.cdiv(y.numel(), 1024),),
+                g, u, y, None, None, None, *ctx.rest, BLOCK=1024)
         return y
 
     @staticmethod
@@ -644,8 +659,8 @@ class _SiTU(torch.autograd.Function):
     def backward(ctx, dy):
         (g, u), dy = ctx.saved_tensors, dy.contiguous()
         dg, du = (torch.empty(dy.shape, dtype=x.dtype, device=x.device) for x in (g, u))
-        grid = triton.cdiv(dy.numel(), 1024),
-        situ_kernel[grid](g, u, None, dy, dg, du, *ctx.rest, BLOCK=1024)
+        _launch(dy, situ_kernel, (triton.cdiv(dy.numel(), 1024),),
+                g, u, None, dy, dg, du, *ctx.rest, BLOCK=1024)
         return dg, du, None, None
 
 
@@ -711,12 +726,17 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, u, eps, *sources):
-        sources = tuple(x.contiguous() for x in sources)
-        d, rows = u.shape[0], sources[0].numel() // u.shape[0]
+        d, shape = u.shape[-1], sources[0].shape
+        for x in sources:
+            if x.shape != shape or x.shape[-1:] != u.shape or x.device != u.device:
+                raise ValueError(f"sources: expected {(*shape[:-1], d)} on {u.device}, to go with "
+                                 f"u {tuple(u.shape)}, got {tuple(x.shape)} on {x.device}")
+        u, *sources = (x.contiguous() for x in (u, *sources))
+        rows = sources[0].numel() // d
         out = torch.empty_like(sources[0])
         logits = u.new_empty(len(sources), rows, dtype=torch.float32)
-        mix_forward[(rows,)](u, eps, sources, out, logits, rows, d,
-                             BD=triton.next_power_of_2(d), num_warps=4)
+        _launch(u, mix_forward, (rows,), u, eps, tuple(sources), out, logits, rows, d,
+                BD=triton.next_power_of_2(d), num_warps=4)
         ctx.save_for_backward(u, logits, *sources)
         ctx.eps = eps
         return out
@@ -728,9 +748,9 @@ class _Mix(torch.autograd.Function):
         d, rows, per_program = u.shape[0], logits.shape[1], 16
         dsources = tuple(torch.empty_like(x) for x in sources)
         du = u.new_empty(triton.cdiv(rows, per_program), d, dtype=torch.float32)
-        mix_backward[(len(du),)](u, ctx.eps, tuple(sources), dout.contiguous(), logits, dsources,
-                                 du, rows, d, ROWS=per_program, BD=triton.next_power_of_2(d),
-                                 num_warps=8 if d > 2048 else 4)
+        _launch(u, mix_backward, (len(du),), u, ctx.eps, tuple(sources), dout.contiguous(), logits,
+                dsources, du, rows, d, ROWS=per_program, BD=triton.next_power_of_2(d),
+                num_warps=8 if d > 2048 else 4)
         return du.sum(0).to(u.dtype), None, *dsources
 
 
