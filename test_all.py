@@ -54,11 +54,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import attnres
+import checkpoint
+import cli
 import kda
+import mla
 import model
 import moe
 import muon
 import ops
+import parallel
 import sample as sample_py
 import train
 import weights
@@ -1066,8 +1070,8 @@ def test_muon_max_logit_of_a_step():
     logits = torch.einsum("bthd,bshd->bhts", q, k) * 8 ** -0.5
     ahead = torch.ones(300, 300, dtype=torch.bool).triu(1)
     exact = logits.masked_fill(ahead, -torch.inf).amax((0, 2, 3))
-    assert torch.allclose(model.largest_logit(q, k), exact)
-    low = model.largest_logit(q / 50, k / 50)
+    assert torch.allclose(mla.largest_logit(q, k), exact)
+    low = mla.largest_logit(q / 50, k / 50)
     # below the limit an upper bound is enough
     assert (low >= exact / 2500).all() and low.max() <= 100
 
@@ -1101,7 +1105,7 @@ def test_model_k3_counts():
         m = K3(K3Config.k3())
     assert round(m.num_params() / 1e12, 4) == 2.7795
     assert round(m.num_active_params() / 1e9, 2) == 104.19
-    kinds = ["MLA" if isinstance(layer.attn, model.GatedMLA) else "KDA" for layer in m.layers]
+    kinds = ["MLA" if isinstance(layer.attn, mla.GatedMLA) else "KDA" for layer in m.layers]
     assert [i + 1 for i, kind in enumerate(kinds) if kind == "MLA"] == [*range(4, 93, 4), 93]
     small = tiny_model()
     assert small.num_params() == sum(p.numel() for p in small.parameters()) + 2 * 8
@@ -1169,7 +1173,7 @@ def test_model_cut_anywhere(cuts, changes, monkeypatch):
         m.double()  # and again, where rounding hides nothing
         monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)  # torch's has no fp64
     numbers = sum(c["latents"].shape[1:].numel() if "latents" in c else 0 for c in cache)
-    mla = sum(isinstance(layer.attn, model.GatedMLA) for layer in m.layers)
+    mla = sum(isinstance(layer.attn, mla.GatedMLA) for layer in m.layers)
     # the latents, in a buffer at most twice as long
     assert numbers <= mla * 2 * T * (16 + m.config.qk_rope_head_dim)
 
@@ -1810,7 +1814,7 @@ def test_train_resume_is_bit_for_bit(house, tmp_path):
     how = ["--steps=6", "--eval_every=3", "--grad_accum=2",
            "--context_stages=((0.0, 12), (0.6, 24))"]
     assert run_train(house, *how, "--out_dir=out/a").returncode == 0
-    a = train.load_checkpoint(house / "out/a")
+    a = checkpoint.load_checkpoint(house / "out/a")
     # as if killed after the first checkpoint, in the middle of a line
     shutil.copytree(house / "out/a", house / "out/b")
     (house / "out/b/ckpt_00000006.pt").unlink()
@@ -1818,7 +1822,7 @@ def test_train_resume_is_bit_for_bit(house, tmp_path):
     log.write_text(log.read_text()[:-20])
     done = run_train(house, "--resume", "--out_dir=out/b", plain=False)
     assert done.returncode == 0, done.stderr
-    b = train.load_checkpoint(house / "out/b")
+    b = checkpoint.load_checkpoint(house / "out/b")
     assert b["step"] == 6 and b["optimizer"]["adamw"]["state"][0]["step"] == 6
     for key in ("model", "optimizer", "random", "config", "tokenizer"):
         assert same(a[key], b[key]), key
@@ -1845,14 +1849,14 @@ def test_train_resume_is_bit_for_bit(house, tmp_path):
 @slow
 @needs_five_steps
 def test_train_checkpoints_are_kept_and_survive(house, five_steps):
-    names = [p.name for p in train.checkpoints(five_steps)]
+    names = [p.name for p in checkpoint.checkpoints(five_steps)]
     assert names == ["ckpt_00000004.pt", "ckpt_00000005.pt"]
     assert not list(five_steps.glob("*.tmp"))
     refused(run_train(house, "--resume", "--out_dir=out/none", plain=False), "no checkpoint in")
     # an earlier run is moved aside, not overwritten
     shutil.copytree(five_steps, house / "out/c")
     again = run_train(house, "--steps=1", "--out_dir=out/c")
-    assert "out/c.1" in again.stdout and len(train.checkpoints(house / "out/c.1")) == 2
+    assert "out/c.1" in again.stdout and len(checkpoint.checkpoints(house / "out/c.1")) == 2
     newest = house / "out/c.1/ckpt_00000005.pt"
     newest.write_bytes(newest.read_bytes()[:-5000])
     words = "ckpt_00000005.pt", "truncated", "ckpt_00000004.pt"
@@ -1862,18 +1866,321 @@ def test_train_checkpoints_are_kept_and_survive(house, five_steps):
     assert run_train(house, "--resume", "--out_dir=out/c.1", plain=False).returncode == 0
     (house / "bad.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle that runs a command
     with pytest.raises(ValueError, match="cannot be read"):
-        train.load_checkpoint(house / "bad.pt")
+        checkpoint.load_checkpoint(house / "bad.pt")
+
+
+def train_here(*arguments):
+    """A run of tiny size in this process; needs at_home."""
+    train.train(["--data=play", *PLAIN, *arguments])
+
+
+def fake_checkpoint(step):
+    parts = dict.fromkeys(("optimizer", "config", "settings", "tokenizer", "data"), {})
+    return {**parts, "step": step, "model": torch.full((3,), step)}
+
+
+def names(folder, pattern="*"):
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def test_train_copies_of_checkpoints_stay(tmp_path):
+    """A run deletes only what it wrote itself; a copy is never read as the newest."""
+    for step in (2, 4):
+        checkpoint.save_checkpoint(tmp_path, step, fake_checkpoint(step))
+    copies = ["ckpt_best.pt", "ckpt_paper.pt", "ckpt_00000004_good.pt", "ckpt_5.pt", "ckpt_.pt"]
+    for name in copies:
+        shutil.copy(tmp_path / "ckpt_00000002.pt", tmp_path / name)
+    for step in (6, 8):
+        checkpoint.save_checkpoint(tmp_path, step, fake_checkpoint(step))
+    kept = ["ckpt_00000006.pt", "ckpt_00000008.pt"]
+    assert names(tmp_path) == sorted(kept + copies)
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == kept
+    assert checkpoint.load_checkpoint(tmp_path)["step"] == 8
+    # a copy under a later number is found out, and stays
+    shutil.copy(tmp_path / "ckpt_00000006.pt", tmp_path / "ckpt_99999999.pt")
+    with pytest.raises(ValueError, match="ckpt_99999999.pt holds update 6"):
+        checkpoint.load_checkpoint(tmp_path)
+    checkpoint.save_checkpoint(tmp_path, 10, fake_checkpoint(10))
+    assert {"ckpt_00000008.pt", "ckpt_00000010.pt", "ckpt_99999999.pt"} <= set(names(tmp_path))
+
+
+@slow
+@needs_five_steps
+def test_train_resume_beside_copies_and_odd_lines(at_home, five_steps, capsys):
+    out = shutil.copytree(five_steps, Path("out/copies"))
+    for name in ("ckpt_best.pt", "ckpt_paper.pt"):
+        shutil.copy(out / "ckpt_00000004.pt", out / name)
+    log = out / "metrics.jsonl"
+    log.write_text(log.read_text()[:-20] + '\n{"step": "x"}\n[1]\n\xff"\n')
+    train.train(["--resume", "--out_dir=out/copies", "--steps=6"])
+    kept = ["ckpt_00000005.pt", "ckpt_00000006.pt", "ckpt_best.pt", "ckpt_paper.pt"]
+    assert names(out, "*.pt") == kept
+    assert [f["step"] for f in metrics(out) if "loss" in f] == [1, 2, 3, 4, 5, 6]
+    capsys.readouterr()
+    train.train(["--resume", "--out_dir=out/copies", "--steps=5"])  # fewer than it has
+    said = capsys.readouterr().out
+    assert "has 6 updates already" in said and "done" not in said
+
+
+@slow
+@needs_five_steps
+def test_train_checkpoints_that_cannot_be_used(at_home, five_steps, monkeypatch):
+    """Each says in one line what it is. Nobody is told to delete what may be whole."""
+    out = shutil.copytree(five_steps, Path("out/unusable"))
+    newest = out / "ckpt_00000005.pt"
+    whole, content = newest.read_bytes(), torch.load(newest, weights_only=True)
+    resume = lambda: train.train(["--resume", "--out_dir=out/unusable", "--steps=6"])
+    sample = lambda: sample_py.main([f"--out_dir={out}", "--device=cpu", "--max_new_tokens=1"])
+    picture = lambda: look.main([str(out)])
+
+    def all_say(*words, programs=(resume, sample, picture)):
+        for program in programs:
+            with pytest.raises((ValueError, OSError)) as caught:
+                program()
+            said = str(caught.value)
+            assert all(word in said for word in words), said
+            assert "\n" not in said and "delete" not in said, said
+
+    for data in (b"", whole[:100], whole[:-5000]):
+        newest.write_bytes(data)
+        all_say("ckpt_00000005.pt", "truncated", "ckpt_00000004.pt is good")
+    (out / "ckpt_00000004.pt").unlink()
+    with pytest.raises(ValueError, match="truncated") as caught:
+        checkpoint.load_checkpoint(out)
+    assert "good" not in str(caught.value)
+
+    for config in ({"from_the_future": 1}, {"n_head": 3}):
+        torch.save({**content, "config": {**content["config"], **config}}, newest)
+        all_say("another version")
+    torch.save({name: x for name, x in content.items() if name != "optimizer"}, newest)
+    all_say("whole", "optimizer")
+    torch.save([1, 2], newest)
+    all_say("whole, but no checkpoint")
+    torch.save({**content, "model": {**content["model"], "odd": torch.ones(3)}}, newest)
+    all_say("another version", "odd", programs=(resume, sample))
+    torch.save({**content, "settings": {**content["settings"], "odd": 1}}, newest)
+    all_say("another version", "odd", programs=(resume,))
+    newest.write_bytes(whole)
+
+    def closed(path, *arguments, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+    monkeypatch.setattr(torch, "load", closed)
+    all_say("cannot be opened (Permission denied)")
+
+
+@slow
+def test_train_one_run_per_folder(at_home):
+    """A second run in the same folder is refused. The lock dies with its process."""
+    out = Path("out/held")
+    out.mkdir(parents=True)
+    child = os.fork()
+    if child == 0:
+        try:
+            held = checkpoint.lock(out)
+            (out / "ready").touch()
+            time.sleep(60)
+            held.close()
+        finally:
+            os._exit(1)
+    try:
+        while not (out / "ready").exists():
+            time.sleep(0.01)
+        with pytest.raises(ValueError, match="another run is writing to out/held"):
+            train_here("--steps=1", "--out_dir=out/held")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    train_here("--steps=1", "--out_dir=out/held")
+    assert checkpoint.load_checkpoint(out)["step"] == 1
+    for path in (Path("out/held/ckpt_00000001.pt"), Path("out/new.pt")):
+        with pytest.raises(ValueError, match=f"expected a run's folder.*--out_dir={path.parent}"):
+            train_here("--steps=1", f"--out_dir={path}")
+
+
+@slow
+@needs_five_steps
+def test_train_nothing_moves_before_the_first_step(at_home, five_steps, monkeypatch, capsys):
+    out = shutil.copytree(five_steps, Path("out/early"))
+    contents = lambda: {path.name: path.read_bytes() for path in out.iterdir()}
+    before = contents()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "find_spec", lambda name: None)
+        for arguments, words in [
+                (["--tensorboard"], "tensorboard .* is not installed"),
+                (["--wandb"], "wandb .* is not installed"),
+                (["--seed=-1"], "seed = -1"),
+                (["--batch_size=250", "--context_stages=((0.0, 6000), (0.5, 24))"],
+                 "context = 6000")]:
+            with pytest.raises(ValueError, match=words):
+                train_here("--steps=2", "--out_dir=out/early", *arguments)
+            assert contents() == before and not Path("out/early.1").exists()
+        batch = (torch.zeros(2, 24, dtype=torch.int64),) * 2
+        patch.setattr(train, "gradients", lambda run: (math.nan, batch))
+        with pytest.raises(FloatingPointError, match="step 1.*checkpoint is none"):
+            train_here("--steps=2", "--out_dir=out/early")
+        assert contents() == before and not Path("out/early.1").exists()
+    capsys.readouterr()
+    train_here("--steps=1", "--out_dir=out/early")
+    assert "to go on with it: --resume --out_dir=out/early.1" in capsys.readouterr().out
+    assert checkpoint.load_checkpoint("out/early.1")["step"] == 5
+    assert checkpoint.load_checkpoint("out/early")["step"] == 1
+
+
+@slow
+@pytest.mark.parametrize("how", ["replaced", "rewritten", "gone"])
+def test_train_data_that_change_meanwhile(at_home, monkeypatch, how):
+    """The run saves what it has and says so in one line. With the old data it can go on."""
+    live = shutil.copytree("data/play", Path(f"data/{how}"))
+    file, steps = live / "train.bin", []
+    count = train.Log.count
+
+    def after_two_steps(log, figures):
+        count(log, figures)
+        steps.append(figures)
+        if len(steps) == 2:
+            whole = file.read_bytes()
+            if how == "rewritten":
+                file.write_bytes(whole[:1001])  # in place, and cut in the middle of an id
+            else:
+                file.rename(live / "was.bin")
+            if how == "replaced":
+                file.write_bytes(whole[::-1])
+    monkeypatch.setattr(train.Log, "count", after_two_steps)
+    said = f"data/{how} was replaced .* after 2 updates, saved in out/{how}"
+    with pytest.raises(ValueError, match=said) as caught:
+        train.train([f"--data={how}", *PLAIN, "--steps=5", f"--out_dir=out/{how}"])
+    assert "\n" not in str(caught.value)
+    assert checkpoint.load_checkpoint(f"out/{how}")["step"] == 2
+    shutil.copytree("data/play", live, dirs_exist_ok=True)
+    train.train(["--resume", f"--out_dir=out/{how}", "--steps=3"])
+    assert checkpoint.load_checkpoint(f"out/{how}")["step"] == 3
+
+
+def at_step(monkeypatch, number, act):
+    """act() in the middle of that step of the next run."""
+    gradients = train.gradients
+
+    def acting(run):
+        result = gradients(run)
+        if run.step == number - 1:
+            act()
+        return result
+    monkeypatch.setattr(train, "gradients", acting)
+
+
+@slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_train_signals_save_first(at_home, monkeypatch, capfd, name):
+    number, before = getattr(signal, name), signal.getsignal(signal.SIGINT)
+    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as caught:
+        train_here("--steps=9", f"--out_dir=out/{name}")
+    out, err = capfd.readouterr()
+    assert caught.value.code == 128 + number and signal.getsignal(signal.SIGINT) == before
+    assert f"stopped by {name} after 2 updates" in out and f"--resume --out_dir=out/{name}" in out
+    assert "finishing the step" in err
+    assert checkpoint.load_checkpoint(f"out/{name}")["step"] == 2
+
+
+@slow
+def test_train_second_ctrl_c_leaves_at_once(at_home, monkeypatch):
+    def leave(code):
+        raise RuntimeError(f"left with {code}")
+
+    def press_twice():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+    monkeypatch.setattr(os, "_exit", leave)
+    at_step(monkeypatch, 2, press_twice)
+    with pytest.raises(RuntimeError, match="left with 130"):
+        train_here("--steps=9", "--out_dir=out/twice")
+
+
+@slow
+def test_train_outlives_its_log(at_home, monkeypatch, capsys):
+    class FullDisk:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+        flush = isatty = close = lambda self: False
+        fileno = lambda self: self.write("")
+    opened = train.Log.open
+
+    def open_on_a_full_disk(log, out_dir, step):
+        opened(log, out_dir, step)
+        log.file = FullDisk()
+    monkeypatch.setattr(train.Log, "open", open_on_a_full_disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", FullDisk())
+        train_here("--steps=2", "--out_dir=out/full")
+    assert checkpoint.load_checkpoint("out/full")["step"] == 2
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def into_a_sink(sink, *script):
+    """as_script, its output going to a full disk, or to a pipe that nobody reads."""
+    if sink == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(writer, 1)
+    sys.stdout = os.fdopen(1, "w")
+    as_script(*script)
+
+
+@slow
+@needs_five_steps
+@pytest.mark.parametrize("sink", ["pipe", "full disk"])
+def test_train_output_that_nobody_reads(house, five_steps, sink):
+    """train.py goes on to its end. sample.py ends quietly when its reader has gone."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    out = house / f"out/unread {sink}"
+    command = ["--data=play", *PLAIN, "--steps=3", f"--out_dir={out}"]
+    done = on_ranks(house, 1, into_a_sink, sink, house, "train.py", command, {})
+    assert done.returncode == 0 and checkpoint.load_checkpoint(out)["step"] == 3, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("warning: "), done.stderr
+    if sink == "pipe":
+        command = [f"--out_dir={five_steps}", "--max_new_tokens=300", "--device=cpu", "--prompt=a"]
+        done = on_ranks(house, 1, into_a_sink, sink, house, "sample.py", command, {})
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+@slow
+def test_train_error_saves_first(at_home, monkeypatch, capsys):
+    """Out of memory in step 3: two updates are saved, and one line says what to change."""
+    def too_much():
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: "
+                           "can't allocate memory: you tried\nmore")
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, too_much)
+        with pytest.raises(SystemExit, match="^error: out of memory .*--batch_size.*$") as caught:
+            train.main(["--data=play", *PLAIN, "--steps=9", "--out_dir=out/oom"])
+    assert "\n" not in str(caught.value)
+    assert "saved 2 updates in out/oom" in capsys.readouterr().out
+    # and a run resumed from there is bit for bit the undisturbed one
+    train.train(["--resume", "--out_dir=out/oom"])
+    train_here("--steps=9", "--out_dir=out/no_oom")
+    a, b = (checkpoint.load_checkpoint(f"out/{name}")["model"] for name in ("oom", "no_oom"))
+    assert same(a, b)
+
+
+@slow
+def test_train_says_how_to_do_without_a_compiler():
+    said = train.what_to_change(torch._inductor.exc.InvalidCxxCompiler())
+    assert "leave --compile out" in said and "\n" not in said
 
 
 def test_train_full_disk(tmp_path, monkeypatch):
-    train.save_checkpoint(tmp_path, 1, dict(a=1))
+    checkpoint.save_checkpoint(tmp_path, 1, dict(a=1))
 
     def full(content, file):
         file.write(b"half")
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="could not write .*ckpt_00000002.*Kept: ckpt_00000001.pt"):
-        train.save_checkpoint(tmp_path, 2, dict(a=2))
+        checkpoint.save_checkpoint(tmp_path, 2, dict(a=2))
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt_00000001.pt"]
 
 
@@ -1891,7 +2198,7 @@ def test_train_stopped_by_a_signal(house, number):
     rest = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + number and "stopped by" in rest and "--resume" in rest
     step = int(rest.split(" updates")[0].split()[-1])
-    assert train.load_checkpoint(out)["step"] == step >= 12
+    assert checkpoint.load_checkpoint(out)["step"] == step >= 12
     done = run_train(house, "--resume", f"--out_dir={out}", f"--steps={step + 2}", plain=False)
     assert done.returncode == 0
 
@@ -1901,7 +2208,7 @@ def test_train_loss_that_is_not_finite(house):
     """Stops, says where it began, and updates nothing: the last checkpoint is still good."""
     done = run_train(house, "--n_layer=4", "--steps=2", "--eval_every=1", "--out_dir=out/nan")
     assert done.returncode == 0
-    content = train.load_checkpoint(house / "out/nan")
+    content = checkpoint.load_checkpoint(house / "out/nan")
     # finite weights, infinite activations; KDA and MLA layers follow
     content["model"]["layers.1.mlp.w13"][:] = 10
     content["model"]["layers.1.mlp.w2"][:] = 3e38
@@ -1958,8 +2265,88 @@ def test_train_settings_as_a_user_gives_them(house):
         '"""Why."""\nlr = 1e-3   # why\nsteps = 1\ncontext_stages = [(0.0, 12), (0.5, 24)]\n')
     done = run_train(house, "config/stages.py", "--out_dir=out/stages")
     assert done.returncode == 0
-    assert train.load_checkpoint(house / "out/stages")["settings"]["lr"] == 1e-3
+    assert checkpoint.load_checkpoint(house / "out/stages")["settings"]["lr"] == 1e-3
     assert "--lr" in run_python(house, "train.py", "--help").stdout
+
+
+def test_train_settings_as_people_write_them(at_home):
+    for arguments, words in [
+            (["--steps", "6"], "--steps=6"),
+            (["--lr"], "--lr=VALUE"),
+            (["--seed=-1"], "seed = -1: expected 0"),
+            ([f"--seed={2 ** 64}"], "expected 0 ≤ seed"),
+            (["--lr=1e999"], "lr = inf: expected a finite"),
+            (["--weight_decay=1e999"], "weight_decay = inf"),
+            (["--rms_norm_eps=1e999"], "rms_norm_eps"),
+            (["--device=cuda:1"], "device = 'cuda:1'"),
+            (["6"], "no config file 6")]:
+        with pytest.raises(ValueError, match=words):
+            train_here("--out_dir=out/never", *arguments)
+    assert not Path("out/never").exists()
+    given, _ = train.read_arguments(["--out_dir=~/runs/a", "--init_from=~/k3"])
+    expand = os.path.expanduser
+    assert given == {"out_dir": expand("~/runs/a"), "init_from": expand("~/k3")}
+
+
+def test_train_help_says_what_each_setting_means():
+    said = cli.describe(train.Settings, K3Config)
+    lines = [line.split(maxsplit=1) for line in said.splitlines()]
+    explained = {line[0].partition("=")[0] for line in lines if len(line) == 2}
+    assert {f"--{f.name}" for f in dataclasses.fields(train.Settings)} <= explained
+    assert all(f"--{f.name}=" in said for f in dataclasses.fields(K3Config))
+    assert "a checkpoint is written before each" in said and "the log decay's lower bound" in said
+
+
+@slow
+def test_train_live_line(at_home, monkeypatch, capsys):
+    """On a terminal a line covers all of the one before. Whatever else is said gets its own."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    log = train.Log(train.Settings(), speaks=True)
+    log.say("step 1  1 dead experts", live=log.live)
+    log.say("step 2", live=log.live)
+    log.say("step 2  evaluated")
+    log.say("step 3", live=log.live)
+    log.close()
+    lines = capsys.readouterr().out.split("\n")
+    seen = [line.split("\r")[-1].rstrip() for line in lines]
+    assert seen == ["step 2", "step 2  evaluated", "step 3", ""]
+    # one column less than the terminal: nothing wraps; always as wide: nothing shines through
+    assert all(len(part) == 79 for part in lines[0].split("\r")[1:])
+
+    def trouble():
+        raise ValueError("trouble")
+    at_step(monkeypatch, 2, trouble)
+    with pytest.raises(ValueError, match="trouble"):
+        train_here("--steps=3", "--out_dir=out/live")
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_train_evaluation_reads_a_split_to_its_end():
+    """
+    The mean over all tokens, although the last window is shorter; over ranks too. A longer split
+    is sampled.
+    """
+    m = tiny_model().eval()
+    tokens = np.random.default_rng(0).integers(0, 61, 200).astype(np.uint16)
+    autocast = torch.autocast("cpu", enabled=False)
+    for T, B in ((24, 4), (24, 3), (199, 2), (150, 1)):
+        settings, total = train.Settings(context=T, batch_size=B, eval_batches=9), 0
+        for i in range(0, 199, T):
+            ids = torch.from_numpy(tokens[i:i + T + 1].astype(np.int64))[None]
+            total += m(ids[:, :-1], ids[:, 1:])[1].item() * (ids.shape[1] - 1)
+        loss = train.evaluate(m, tokens, settings, "cpu", autocast)
+        assert math.isclose(loss, total / 199, rel_tol=1e-6)
+        parts = []
+        for rank in range(3):
+            ranks = parallel.Ranks()
+            ranks.data_rank, ranks.data_ranks = rank, 3
+            parts.append(train.evaluate(m, tokens, settings, "cpu", autocast, ranks))
+        assert math.isclose(sum(parts), total / 199, rel_tol=1e-6)
+    settings = train.Settings(context=24, batch_size=2, eval_batches=2)
+    x, y = train.get_windows(tokens, np.linspace(0, 175, 4).astype(np.int64), 24)
+    loss = train.evaluate(m, tokens, settings, "cpu", autocast)
+    assert math.isclose(loss, m(x, y)[1].item(), rel_tol=1e-6)
 
 
 def test_train_schedule_and_stages():
@@ -2045,6 +2432,29 @@ def test_sample(five_steps, tmp_path, monkeypatch, capsys):
             ("--prompt=caf\udce9", "surrogate")]:
         with pytest.raises(ValueError, match=word):
             sample_py.main([*source, argument])
+
+
+def test_sample_settings_as_people_write_them(tmp_path):
+    for arguments, words in [
+            (["--top_k", "5"], "--top_k=5"),
+            (["out/s"], "--out_dir=out/s"),
+            (["--seed=-1"], "0 ≤ seed"),
+            (["--temperature=0.5x"], "a number")]:
+        with pytest.raises(ValueError, match=words):
+            sample_py.read_arguments(arguments)
+    assert sample_py.read_arguments(["--out_dir=~/x"])["out_dir"] == os.path.expanduser("~/x")
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfHAM")  # a byte-order mark is no text
+    assert sample_py.read_arguments([f"--prompt=FILE:{tmp_path}/mark.txt"])["prompt"] == "HAM"
+
+
+@slow
+@needs_five_steps
+def test_sample_writes_utf_8(five_steps):
+    """To a file or a pipe, whatever the terminal's encoding is."""
+    command = ["sample.py", f"--out_dir={five_steps}", "--prompt=中文 €", "--max_new_tokens=2"]
+    done = subprocess.run([sys.executable, *command, "--device=cpu"], cwd=ROOT, capture_output=True,
+                          env={**os.environ, "PYTHONIOENCODING": "cp1252"})
+    assert done.returncode == 0 and "中文 €".encode() in done.stdout, done.stderr
 
 
 # ---- parallel.py: the parts by themselves on 4 ranks, in one start of them all; then train.py
@@ -2164,7 +2574,7 @@ def check_agreement(ranks):
 
 def rank_checks():
     """Runs in each of 4 processes, which are 2 groups of 2 and 1 of 4. Each asserts for itself."""
-    ranks = train.Ranks()
+    ranks = parallel.Ranks()
     ranks.start("cpu", 60)
     pairs = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
     for group in (pairs, dist.group.WORLD):
@@ -2224,7 +2634,8 @@ def test_parallel_train(house, two_ranks):
                 # an update brings a gradient to full length even if it is nothing but rounding
                 limit = 1e-6 if f["step"] <= 2 else 1e-3
                 assert abs(f[key] - g[key]) <= limit * max(1, abs(g[key])), (name, f["step"], key)
-        a, b = (train.load_checkpoint(house / f"out/{x}/ckpt_00000002.pt") for x in ("one", name))
+        a, b = (checkpoint.load_checkpoint(house / f"out/{run}/ckpt_00000002.pt")
+                for run in ("one", name))
         assert a["model"].keys() == b["model"].keys()
         assert a["optimizer"]["muon"]["state"].keys() == b["optimizer"]["muon"]["state"].keys()
         for key, x in a["model"].items():
@@ -2241,7 +2652,7 @@ def test_parallel_train(house, two_ranks):
     after = metrics(house / "out/two")
     losses = lambda figures: [f["loss"] for f in figures if "loss" in f]
     assert losses(before) == losses(after)
-    a, b = (train.load_checkpoint(path) for path in (house / "kept.pt", house / "out/two"))
+    a, b = (checkpoint.load_checkpoint(path) for path in (house / "kept.pt", house / "out/two"))
     assert same(a["model"], b["model"]) and same(a["optimizer"], b["optimizer"])
     # and resumed in one process
     (house / "out/two/ckpt_00000004.pt").unlink()
@@ -2253,7 +2664,7 @@ def test_parallel_train(house, two_ranks):
 
 FAULTY = """
 import os, signal, sys
-import model, train
+import model, parallel, train
 forward, calls = model.K3.forward, []
 def faulty(self, *args, **kwargs):
     logits, loss = forward(self, *args, **kwargs)
@@ -2264,7 +2675,7 @@ def faulty(self, *args, **kwargs):
         loss = loss * float("nan")
     return logits, loss
 model.K3.forward = faulty
-ranks = train.Ranks()
+ranks = parallel.Ranks()
 try:
     train.train(sys.argv[1:], ranks)
 except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
@@ -2291,10 +2702,22 @@ def test_parallel_a_rank_fails(house, two_ranks, fault):
     else:
         assert all(f"rank {r}: error: step 3: loss nan" in done.stderr for r in (0, 1))
         assert "Nothing was updated" in done.stderr
-    assert [p.name for p in train.checkpoints(house / out)] == ["ckpt_00000002.pt"]
+    assert [p.name for p in checkpoint.checkpoints(house / out)] == ["ckpt_00000002.pt"]
     assert run_ranks(house, 2, "--resume", f"--out_dir={out}").returncode == 0
     for f, g in zip(metrics(house / out), metrics(house / "out/undisturbed")):
         assert f.get("loss") == g.get("loss") and f.get("val_loss") == g.get("val_loss")
+
+
+def test_parallel_without_torchrun(at_home, monkeypatch):
+    """Ranks asked for in a single process; WORLD_SIZE set by something else."""
+    with pytest.raises(ValueError, match="--expert_parallel=1 --balance_ranks=False"):
+        train_here("--expert_parallel=2", "--balance_ranks")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = "WORLD_SIZE is 2, but .*MASTER_ADDR.*torchrun --nproc_per_node=2"
+    with pytest.raises(ValueError, match=said):
+        train_here("--out_dir=out/alone")
 
 
 def test_parallel_what_cannot_be_shared_out(at_home, monkeypatch):
@@ -2321,21 +2744,21 @@ def test_parallel_what_cannot_be_shared_out(at_home, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     # a rank that fails alone says so, too
-    assert "its own trouble" in train.Ranks().last_words(ValueError("its own trouble"))
+    assert "its own trouble" in parallel.Ranks().last_words(ValueError("its own trouble"))
 
 
 def test_parallel_every_sequence_is_taken_once(monkeypatch):
     config = K3Config(**TINY)
     monkeypatch.setenv("WORLD_SIZE", "1")
     # to a single process, a context shorter than a convolution is no trouble
-    train.Ranks().check(train.Settings(context=2), config)
+    parallel.Ranks().check(train.Settings(context=2), config)
     for N, accum, batch in ((4, 2, 2), (4, 6, 2), (4, 1, 8), (3, 2, 3), (8, 12, 2)):
         x, seen = torch.arange(accum * batch).view(accum, batch, 1).expand(-1, -1, 24), []
         settings = train.Settings(batch_size=batch, grad_accum=accum, context=24)
         for rank in range(N):
             monkeypatch.setenv("WORLD_SIZE", str(N))
             monkeypatch.setenv("RANK", str(rank))
-            ranks = train.Ranks()
+            ranks = parallel.Ranks()
             ranks.check(settings, config)
             parts = [ranks.part(x[micro]) for micro in ranks.micro_batches(accum)]
             assert len({p.shape for p in parts}) == 1
@@ -2350,7 +2773,7 @@ def test_train_killed_while_writing(tmp_path):
     """
     parts = dict.fromkeys(("optimizer", "config", "settings", "tokenizer", "data"), {})
     content = lambda step: parts | dict(step=step, model=torch.full((2_000_000,), step))
-    train.save_checkpoint(tmp_path, 0, content(0))
+    checkpoint.save_checkpoint(tmp_path, 0, content(0))
     rng = random.Random(0)
     while_writing = 0
     for kill in range(20):
@@ -2358,24 +2781,24 @@ def test_train_killed_while_writing(tmp_path):
         if child == 0:
             try:
                 for step in range(1000 * kill + 1, 1000 * kill + 900):
-                    train.save_checkpoint(tmp_path, step, content(step))
+                    checkpoint.save_checkpoint(tmp_path, step, content(step))
             finally:
                 os._exit(1)
         time.sleep(0.05 + 0.1 * rng.random())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         while_writing += bool(list(tmp_path.glob("*.tmp")))
-        found = train.checkpoints(tmp_path)
+        found = checkpoint.checkpoints(tmp_path)
         assert 1 <= len(found) <= 3
-        newest = train.load_checkpoint(tmp_path)
+        newest = checkpoint.load_checkpoint(tmp_path)
         assert (newest["model"] == newest["step"]).all()
         assert f"{newest['step']:08d}" in found[-1].name
     assert while_writing > 3
     # --resume does this first. The next save then removes what a kill left between a rename and its
     # clearing up
-    train.prepare_folder(tmp_path, False, 1)
-    train.save_checkpoint(tmp_path, 99999, content(99999))
-    assert not list(tmp_path.glob("*.tmp")) and len(train.checkpoints(tmp_path)) == 2
+    checkpoint.prepare_folder(tmp_path, False, 1)
+    checkpoint.save_checkpoint(tmp_path, 99999, content(99999))
+    assert not list(tmp_path.glob("*.tmp")) and len(checkpoint.checkpoints(tmp_path)) == 2
 
 
 # ---- weights.py
@@ -3392,7 +3815,7 @@ def test_weights_sample_and_fine_tune(at_home, capsys):
     sizes = ["--moe_intermediate_size=32", "--routed_expert_hidden_size=32", "--qat=mxfp4"]
     done = run_train(at_home, "--steps=3", "--out_dir=out/w", "--lr=0.02", *sizes)
     assert done.returncode == 0, done.stderr
-    weights.main(["out/w", "released"], sample_py.load_model)
+    weights.main(["out/w", "released"], checkpoint.load_model)
     written = "config.json, generation_config.json, model.safetensors, tiktoken.model"
     assert f"wrote released: {written}" in capsys.readouterr().out
     text = json.loads(Path("released/config.json").read_text())["text_config"]
@@ -3404,9 +3827,9 @@ def test_weights_sample_and_fine_tune(at_home, capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("HAM")
 
-    checkpoint = train.load_checkpoint("out/w")
-    own = K3(K3Config(**checkpoint["config"]))
-    own.load_state_dict(checkpoint["model"])
+    trained = checkpoint.load_checkpoint("out/w")
+    own = K3(K3Config(**trained["config"]))
+    own.load_state_dict(trained["model"])
     layers = "--init_from=released", "--mla_every=4", "--full_attn_layers=(2,)"
     given = train.read_arguments([*PLAIN, *sizes, *layers])[0]
     theirs = train.load_released("released", given, tokenizer.make("bytes"))
@@ -3419,7 +3842,7 @@ def test_weights_sample_and_fine_tune(at_home, capsys):
     done = run_train(at_home, "--steps=2", "--out_dir=out/fine", "--init_from=released",
                      "--lr=0.001", *how, plain=False)
     assert done.returncode == 0 and "done: 2 updates" in done.stdout, done.stderr
-    saved = train.load_checkpoint("out/fine")
+    saved = checkpoint.load_checkpoint("out/fine")
     assert saved["config"]["n_embd"] == 32 and saved["config"]["qat"] == ""
     assert saved["settings"]["init_from"] == "released"
     Path("released").rename("moved")  # the checkpoint needs the folder no more
@@ -3450,7 +3873,7 @@ def test_weights_sample_and_fine_tune(at_home, capsys):
             (["out/w", "x", "--dtype=int8"], "expected: python weights.py"),
             (["out/w", "x", "--fast"], "unknown option")]:
         with pytest.raises(ValueError, match=word):
-            weights.main(arguments, sample_py.load_model)
+            weights.main(arguments, checkpoint.load_model)
     refused(run_python(at_home, "model.py", "absent"), "no folder absent")
 
 
@@ -3735,7 +4158,7 @@ def test_lab_look(at_home, five_steps, monkeypatch, capsys):
     assert "mixtures" not in capsys.readouterr().out
 
     # what is shown is what the model does
-    model, _ = sample_py.load_model("out/look", "cpu")
+    model, _ = checkpoint.load_model("out/look", "cpu")
     idx = torch.randint(0, 257, (2, 24))
     with torch.no_grad():
         model.out_mix.w.normal_()
@@ -3779,7 +4202,7 @@ def test_lab_look_leaves_out_and_refuses(at_home, five_steps, capsys):
         with pytest.raises(ValueError, match=word) as caught:
             look.main(arguments)
         assert "\n" not in str(caught.value)
-    newest = train.checkpoints(Path("out/bare"))[-1]
+    newest = checkpoint.checkpoints(Path("out/bare"))[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
     with pytest.raises(ValueError, match="truncated"):
         look.main(["out/bare"])
@@ -3802,7 +4225,7 @@ def seen(at_home, five_steps):
 @needs_five_steps
 def test_lab_look_at_texts_as_they_come(seen):
     """--kinds: a byte-order mark is no text, two files may share a name. Bad ones: one line."""
-    _, enc = sample_py.load_model(seen, "cpu")
+    _, enc = checkpoint.load_model(seen, "cpu")
     for folder in ("a", "b"):
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "text.txt").write_bytes(f"\ufeff{folder}é".encode())
