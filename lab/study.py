@@ -225,11 +225,15 @@ def run(variant, flat, label=""):
 
 def finished(flat, label):
     """The line of that run, or None."""
-    spec = json.loads(json.dumps(flat))
     for line in read_lines(RUNS):
-        if line.get("spec") == spec and line.get("label") == label:
+        if line.get("spec") == as_stored(flat) and line.get("label") == label:
             return line
     return None
+
+
+def as_stored(flat):
+    """Settings as a .jsonl file gives them back, with lists for tuples."""
+    return json.loads(json.dumps(flat))
 
 
 def read_lines(path):
@@ -265,16 +269,17 @@ class PlainGPT(nn.Module):
     """
     nanoGPT's model: learned positions, softmax attention, GELU MLP, x + f(norm(x)), one matrix for
     input and output embedding; normal init of 0.02, divided by √(2·layers) for what adds to the
-    residual. Width, depth and heads are the K3Config's. The MLP's width makes up the difference, so
-    that as many parameters are active.
+    residual. Width, depth and heads are the K3Config's. hidden: the MLP's width; by default the one
+    with which as many parameters are active as in K3.
     """
 
-    def __init__(self, config, context):
+    def __init__(self, config, context, hidden=None):
         super().__init__()
         V, d, L, self.n_head = config.vocab_size, config.n_embd, config.n_layer, config.n_head
-        with torch.device("meta"):
-            left_for_mlps = K3(config).num_active_params() - V * d - L * 4 * d * d
-        hidden = max(1, round(left_for_mlps / (2 * L * d)))
+        if hidden is None:
+            with torch.device("meta"):
+                left_for_mlps = K3(config).num_active_params() - V * d - L * 4 * d * d
+            hidden = max(1, round(left_for_mlps / (2 * L * d)))
         self.embed, self.positions = nn.Embedding(V, d), nn.Embedding(context, d)
         self.layers = nn.ModuleList(self.layer(d, hidden) for _ in range(L))
         self.norm, self.lm_head = nn.RMSNorm(d), nn.Linear(d, V, bias=False)
@@ -295,7 +300,7 @@ class PlainGPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - self.positions.weight.numel()
 
     def forward(self, idx, targets):
-        """idx, targets (B, T) int64 → logits (B, T, V), mean loss in nats."""
+        """As K3.forward: idx, targets (B, T) int64 → logits (B, T, V), mean loss in nats."""
         B, T = idx.shape
         x = self.embed(idx) + self.positions.weight[:T]                           # (B, T, d)
         for layer in self.layers:
@@ -305,7 +310,8 @@ class PlainGPT(nn.Module):
             x = x + layer["o"](o.transpose(1, 2).reshape(B, T, -1))               # (B, T, d)
             x = x + layer["down"](F.gelu(layer["up"](layer["norm2"](x))))
         logits = self.lm_head(self.norm(x))
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, loss
 
     def configure_optimizers(self, lr, weight_decay=0.1, optimizer="adamw"):
         """
