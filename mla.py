@@ -129,7 +129,7 @@ def rows_at_once(q, S, most=2 ** 28):
 
 
 def hide_future(logits, past):
-    """In place: logits (…, rows, S), the first row being token `past` → −inf at all later tokens."""
+    """In place: logits (…, rows, S), the first row being token `past` → −inf for later tokens."""
     rows, S = logits.shape[-2:]
     if past + 1 < S:
         future = torch.ones(rows, S, dtype=torch.bool, device=logits.device).triu(past + 1)

@@ -18,9 +18,6 @@ Quantile Balancing sets b outright, once per step, from the step's own tokens. A
 expert whose s + b is above the token's cutoff α, the (k+1)-th largest of its s + b. To be taken,
 expert j needs the bias α − s_j. The k/E quantile of that over the tokens is the bias with which k/E
 of them take the expert: a perfect load.
-
-The file: the layer in its slow form, SiTU-GLU, Quantile Balancing, the layer, MXFP4 (in which K3's
-routed experts are released), and experts split over ranks.
 """
 import math
 from types import SimpleNamespace
@@ -220,15 +217,13 @@ class LatentMoE(nn.Module):
         self.router = nn.Linear(d, self.E, bias=False)
         self.register_buffer("router_bias", torch.zeros(self.E))
         self.histogram = QuantileHistogram(self.E)
-        # tokens of each expert since the last update
-        self.register_buffer("load", torch.zeros(self.E, dtype=torch.int64))
+        self.register_buffer("load", torch.zeros(self.E, dtype=torch.int64))  # since the update
         self.down_proj = nn.Linear(d, width, bias=False) if self.latent else None  # W↓
-        self.w13 = nn.Parameter(torch.empty(self.E, 2, hidden, width))  # every expert's gate and up
-        self.w2 = nn.Parameter(torch.empty(self.E, width, hidden))  # every expert's down
+        self.w13 = nn.Parameter(torch.empty(self.E, 2, hidden, width))  # gate and up of all experts
+        self.w2 = nn.Parameter(torch.empty(self.E, width, hidden))  # down of all experts
         self.norm = RMSNorm(width, config.rms_norm_eps) if config.latent_norm else None
         self.up_proj = nn.Linear(width, d, bias=False) if self.latent else None  # W↑
-        shared_hidden = config.num_shared_experts * hidden
-        self.shared = SiTUGLU(d, shared_hidden, self.beta, self.linear_beta)
+        self.shared = SiTUGLU(d, config.num_shared_experts * hidden, self.beta, self.linear_beta)
 
     def forward(self, x, counted=None):
         flat = x.flatten(0, -2)  # (m, d)
@@ -250,8 +245,10 @@ class LatentMoE(nn.Module):
         if self.training and torch.is_grad_enabled():
             def count(*_):
                 self.observe(scores.detach(), chosen, cutoff, counted)
-            inside_backward = torch._C._current_graph_task_id() != -1
-            p.register_hook(count) if inside_backward else count()
+            if torch._C._current_graph_task_id() == -1:  # not inside a backward
+                count()
+            elif p.requires_grad:
+                p.register_hook(count)
         if self.k > 1:
             p = p / (p.sum(-1, keepdim=True) + 1e-20)
         return chosen, p * self.scale
@@ -297,10 +294,7 @@ class LatentMoE(nn.Module):
         return (out * p.unsqueeze(-1).to(out.dtype)).sum(1)
 
     def products(self, rows, w13, w2, ends):
-        """
-        rows (n, ℓ) sorted by expert, w13 (experts, 2·hidden, ℓ), w2 (experts, ℓ, hidden), ends
-        (experts), where each expert's rows end → (n, ℓ).
-        """
+        """rows (n, ℓ) sorted by expert, ends (experts): where each expert's rows end → (n, ℓ)."""
         g, u = grouped_mm(rows, w13.mT, ends).chunk(2, dim=-1)  # (n, hidden) each
         return grouped_mm(situ(g, u, self.beta, self.linear_beta), w2.mT, ends)
 
