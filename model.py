@@ -149,10 +149,7 @@ class K3(nn.Module):
     # ---- generation
 
     def new_cache(self, batch_size):
-        """
-        One dict per layer. KDA: a state and three convolution tails of constant size. MLA:
-        kv_lora_rank + rope numbers per token.
-        """
+        """A dict per layer. KDA: constant size. MLA: kv_lora_rank + rope numbers per token."""
         return [layer.attn.new_cache(batch_size) for layer in self.layers]
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stream=False,
@@ -206,19 +203,15 @@ class K3(nn.Module):
                 for i, moe in self.moes().items() if moe.group for name in ("w13", "w2")}
 
     def share_context(self, group):
-        """
-        A batch now holds this rank's segment of each sequence. The ranks of the process group hold
-        the segments in order, rank 0 the first.
-        """
+        """A batch is this rank's segment of each sequence; rank 0 of the group holds the first."""
         for layer in self.layers:
             layer.attn.context_group = group
 
     @torch.no_grad()
     def update_router_bias(self):
         """
-        Quantile Balancing, once per optimizer step → a dict per MoE layer: layer (from 0); load
-        (E), the tokens of each expert in this step; max_violation = max load / mean load − 1;
-        dead, the number of experts without a token.
+        Quantile Balancing, once per optimizer step → a dict per MoE layer: layer, from 0; load (E):
+        tokens per expert; max_violation: max load / mean load − 1; dead: experts without a token.
         """
         figures = []
         for i, moe in self.moes().items():
@@ -235,9 +228,10 @@ class K3(nn.Module):
         too). With several processes, ranks is the process group that shares the work of a step; if
         experts are shared out, replicas is the group of those that hold the same experts.
         """
+        c = self.config
         if optimizer not in ("muon", "whole", "adamw"):
             raise ValueError(f"optimizer = {optimizer!r}: expected muon, whole or adamw")
-        if self.moes() and self.config.latent_norm and self.config.num_experts_per_token == 1:
+        if self.moes() and c.latent_norm and c.num_experts_per_token == 1 < c.num_experts:
             raise ValueError("num_experts_per_token = 1 with latent_norm = True: the norm cancels "
                              "the one routing weight, so the router would never learn. Train with "
                              "2 experts per token or more, or with latent_norm = False")
@@ -245,7 +239,7 @@ class K3(nn.Module):
         if optimizer == "adamw":
             matrices, decayed = [], per_head + whole + decayed
         else:
-            heads = self.config.n_head if optimizer == "muon" else 1
+            heads = c.n_head if optimizer == "muon" else 1
             matrices = [dict(params=per_head, blocks=heads), dict(params=whole)]
         # AdamW moves all d entries of a pseudo-query at once, and a logit is their sum, with no
         # 1/√d: hence a tenth of the rate
@@ -253,10 +247,8 @@ class K3(nn.Module):
                   dict(params=queries, weight_decay=0.0, lr=lr / 10, lr_scale=0.1)]
         experts = list(self.shared_out().values())
         dense = [p for p in self.parameters() if p not in set(experts)]
-        copies = [(group, params) for group, params in ((ranks, dense), (replicas, experts))
-                  if group and params]
-        return muon.MuonAdamW(matrices, others, lr, weight_decay, after_step=self.qk_clip,
-                              copies=copies)
+        copies = [pair for pair in ((ranks, dense), (replicas, experts)) if all(pair)]
+        return muon.MuonAdamW(matrices, others, lr, weight_decay, self.qk_clip, copies)
 
     def parameter_lists(self):
         """
@@ -359,20 +351,19 @@ class K3(nn.Module):
 
 def sample_token(logits, temperature, top_k, top_p):
     """
-    logits (B, vocab) fp32 → (B, 1). Among equal logits the first ids stay, so exactly top_k do, and
-    no more than it takes to reach top_p.
+    logits (B, vocab) fp32 → (B, 1). Also among equal logits, top_k keeps exactly k, and top_p no
+    more than it takes to reach p.
     """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # ≤ 0: no temperature overflows
     if top_k is not None or top_p is not None:
-        values, order = logits.sort(descending=True, stable=True)  # (B, vocab)
-        if top_k is not None:
-            values[:, top_k:] = -torch.inf
+        vocab = logits.shape[-1]
+        values, order = logits.topk(min(top_k or vocab, vocab))  # (B, k), the likeliest first
         if top_p is not None and top_p < 1:
             p = values.softmax(-1)
             values[p.cumsum(-1) - p >= top_p] = -torch.inf  # the likelier ones are enough
-        logits = values.scatter(1, order, values)
+        logits = torch.full_like(logits, -torch.inf).scatter(1, order, values)
     return torch.multinomial(logits.softmax(-1), 1)
 
 
@@ -509,12 +500,10 @@ class K3Config:
 
 def main(arguments):
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise ValueError("expected: python model.py FOLDER, a folder as K3 is released "
-                         "(config.json and *.safetensors)")
-    (folder,) = arguments
+        raise ValueError("expected: python model.py FOLDER, a folder as K3 is released")
     with torch.device("meta"):
-        model = K3(K3Config.from_released(folder)).bfloat16()
-    weights.describe(model, folder)
+        model = K3(K3Config.from_released(arguments[0])).bfloat16()
+    weights.describe(model, arguments[0])
 
 
 if __name__ == "__main__":
