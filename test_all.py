@@ -638,6 +638,26 @@ def test_moe_situ():
         assert torch.allclose(y, torch.tensor(100.0))
 
 
+SITU_LIMITS = [(4.0, 25.0), (4.0, None), (None, 25.0), (None, None)]
+
+
+@pytest.mark.parametrize("beta, linear_beta", SITU_LIMITS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_moe_situ_is_its_definition(dtype, beta, linear_beta):
+    """Entry by entry, forward and backward, also far out where tanh is nearly 1."""
+    torch.manual_seed(0)
+    g = torch.cat([torch.randn(500) * 3, torch.tensor([1.0, 1.0, -30.0, 0.0])]).to(dtype)
+    u = torch.cat([torch.randn(500) * 30, torch.tensor([87.0, -87.0, 5.0, 60.0])]).to(dtype)
+    definition = lambda g, u: moe.situ_definition(g.double(), u.double(), beta, linear_beta)
+    ours = gradients(lambda g, u: moe.situ(g, u, beta, linear_beta), [g, u], [torch.ones(504)])
+    truth = gradients(definition, [g, u], [torch.ones(504)])
+    rounded_once = 0.503 * torch.finfo(dtype).eps
+    tolerance = {torch.float64: 1e-10, torch.float32: 5e-5}.get(dtype, rounded_once)
+    for a, b in zip(ours, truth):
+        assert a.dtype == dtype
+        assert torch.allclose(a.double(), b.double(), rtol=tolerance, atol=1e-6)
+
+
 def moe_definition(layer, x):
     """The layer token by token, expert by expert, in x's dtype. x (tokens, d) → (tokens, d)."""
     W = {name: p.to(x.dtype) for name, p in layer.named_parameters()}
@@ -707,6 +727,8 @@ def test_moe_layer_is_the_loop(k, bias, changes):
     truth = moe_definition(layer64, x.double())
     (truth * w).sum().backward()
     assert error(y, truth) < 1e-5
+    slow_form = moe.moe_definition(copy.deepcopy(layer).double(), x.double())
+    assert error(slow_form, truth) < 1e-6
     for name, p in layer64.named_parameters():
         assert ours[name] is not None and error(ours[name], p.grad) < 1e-3, name
     if bias:
@@ -866,6 +888,50 @@ def test_moe_only_training_moves_the_bias():
     layer, x = tiny_model().train().layers[1].mlp, torch.randn(1, 30, 32, requires_grad=True)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert layer.load.sum() == 30 * 2 and layer.histogram.counts.sum() == 30 * 8
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_moe_recomputed_forwards_count_once(reentrant, nested):
+    """Activation checkpointing: each token counts once, and the bias is what it is without."""
+    x = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(1))
+    recomputed = lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=reentrant)
+
+    def bias_after(forward):
+        layer = tiny_model().train().layers[1].mlp
+        for part in x.clone().requires_grad_():  # two micro-batches
+            forward(layer, part.unsqueeze(0)).sum().backward()
+        assert layer.load.sum() == 60 * 2 and layer.histogram.counts.sum() == 60 * 8
+        layer.update_router_bias()
+        return layer.router_bias
+    plain = bias_after(lambda layer, x: layer(x))
+    if nested:
+        bias = bias_after(lambda layer, x: recomputed(lambda x: recomputed(layer, x), x))
+    else:
+        bias = bias_after(recomputed)
+    assert torch.equal(bias, plain) and bias.abs().max() > 0
+
+
+def test_moe_recomputed_evaluation_counts_nothing():
+    layer = tiny_model().train().layers[1].mlp
+    with torch.no_grad():
+        layer(torch.randn(1, 30, 32))
+    layer.eval()
+    x = torch.randn(1, 30, 32, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
+    assert layer.load.sum() == 0 and layer.histogram.counts.sum() == 0
+
+
+def test_moe_one_expert_under_the_latent_norm():
+    """Its weight is a factor that the norm takes out again: the router would learn nothing."""
+    m, idx = tiny_model(num_experts_per_token=1).train(), torch.randint(0, 61, (2, 30))
+    m(idx, idx)[1].backward()
+    mlp = m.layers[1].mlp
+    assert mlp.router.weight.grad.abs().max() < 1e-4 * mlp.w2.grad.abs().max()
+    with pytest.raises(ValueError, match="num_experts_per_token = 1.*latent_norm = False"):
+        m.configure_optimizers(1e-3)
+    for changes in (dict(latent_norm=False), dict(first_k_dense_replace=3)):
+        tiny_model(num_experts_per_token=1, **changes).configure_optimizers(1e-3)
 
 
 def test_moe_other_balancing():
@@ -1139,6 +1205,32 @@ def test_model_impossible_configs(changes, word):
         K3Config(**{**TINY, **changes})
 
 
+@pytest.mark.parametrize("name, values", [
+    ("rms_norm_eps", (-1.0, 0.0, math.nan, math.inf, 1e-300, True, "1e-5", None)),
+    ("routed_scaling_factor", (math.nan, math.inf, 0.0, -1.0, 1e300, True, "1", None)),
+    ("situ_beta", (math.nan, math.inf, 1e-300, 1e300, False, "4")),
+    ("situ_linear_beta", (math.nan, math.inf, -25.0, True, "25")),
+    ("router_bias_ema", (math.nan, -0.1, 1.0, False, "0", None)),
+    ("g_min", (math.nan, -math.inf, 0.0, True, "-5", None)),
+    ("n_layer", (3.0, True, "3", None)),
+    ("latent_norm", (1, "True", None)),
+    ("qat", (None, 4, True)),
+    ("attn_res", (None, 1, True)),
+    ("kda_gate", (None, True)),
+    ("balance", (None, 0, [])),
+    ("full_attn_layers", (3, "3", None, (True, 3), (1.0, 3), [[3]]))])
+def test_model_every_field_is_checked(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"config: {name} = "):
+            K3Config(**{**TINY, name: value})
+
+
+def test_model_whole_numbers_do_for_floats():
+    config = K3Config(**{**TINY, "situ_beta": 4, "g_min": -5, "full_attn_layers": [3]})
+    assert config.full_attn_layers == (3,)
+    assert K3(config)(torch.zeros(1, 3, dtype=torch.long))[0].isfinite().all()
+
+
 def test_model_initialisation():
     m = K3(K3Config(**TINY))
     idx = torch.randint(0, 61, (2, 20))
@@ -1216,6 +1308,30 @@ def test_mla_definition():
     assert error(a(x.unsqueeze(0))[0], mla_definition(a, x)) < 1e-5
 
 
+def test_mla_logits_come_in_blocks(monkeypatch):
+    """Of bounded size however long the cache. The output and the largest logit stay the same."""
+    m = tiny_model(mla_every=1, n_layer=1, first_k_dense_replace=1).eval().double()
+    a, x = m.layers[0].attn, torch.randn(2, 70, 32, dtype=torch.float64)
+    q = x.view(2, 70, 2, 16) * 99
+    whole, largest = a(x), mla.largest_logit(q, q)
+    sizes, einsum = [], torch.einsum
+
+    def watched(equation, *tensors):
+        out = einsum(equation, *tensors)
+        if equation.endswith("->bhts"):
+            sizes.append(out.numel() * 4)
+        return out
+    monkeypatch.setattr(mla.rows_at_once, "__defaults__", (4000,))
+    monkeypatch.setattr(torch, "einsum", watched)
+    cache = a.new_cache(2)
+    pieces = torch.cat([a(x[:, :9], cache), a(x[:, 9:], cache)], 1)
+    assert error(pieces, whole) < 1e-12 and torch.equal(mla.largest_logit(q, q), largest)
+    assert len(sizes) > 40 and max(sizes) <= 4000
+    monkeypatch.undo()
+    assert mla.rows_at_once(torch.empty(1, 8192, 96, 1, device="meta"), 10**6) == 1
+    assert mla.rows_at_once(torch.empty(8, 256, 4, 1, device="meta"), 256) == 256
+
+
 def k3_definition(m, idx):
     """The wiring of DESIGN and report, written out plainly; attention and MLP parts as they are."""
     x = m.embed(idx)
@@ -1260,6 +1376,58 @@ def test_model_is_causal():
     assert torch.allclose(m(idx)[0][:, :50], m(other)[0][:, :50], atol=1e-6)
 
 
+def test_model_own_derivatives_leave_autocast():
+    """backward() inside autocast: derivatives by hand are what they are outside it."""
+    torch.manual_seed(0)
+    x, w, u = torch.randn(3, 9, 32), torch.randn(32) + 1, torch.randn(32)
+    rows, ends = torch.randn(20, 16), torch.tensor([7, 7, 19, 20], dtype=torch.int32)
+    order = torch.randperm(27)
+    linears = lambda x, a, b: torch.cat(ops._Linears.apply(x, a, b), -1)
+    for name, f, inputs in [
+            ("norm", lambda x, w: ops._RMSNorm.apply(x, w, 1e-5), [x, w]),
+            ("mixture", lambda u, *x: attnres._Mix.apply(u, 1e-5, *x), [u, x, x * 2, x + 1]),
+            ("linear maps", linears, [x, torch.randn(24, 32), torch.randn(40, 32)]),
+            ("situ", lambda g, u: moe.situ(g, u, 4.0, 25.0), [x, x * 9]),
+            ("reorder", lambda x: moe._Reorder.apply(x, order, moe.inverse_of(order)),
+             [x.view(27, 32)]),
+            ("grouped", lambda x, w: moe.grouped_mm(x, w, ends), [rows, torch.randn(4, 16, 8)])]:
+        def gradients_with(autocast):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            out = f(*leaves)
+            loss = (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss.backward()
+            return [x.grad for x in leaves]
+        for a, b in zip(gradients_with(True), gradients_with(False)):
+            assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def test_model_backward_inside_autocast():
+    def gradients_with(autocast):
+        m, generator = tiny_model(mla_every=1).train(), torch.Generator().manual_seed(1)
+        idx = torch.randint(0, 61, (2, 30), generator=generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = m(idx, idx)[1]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss.backward()
+        return {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+    inside, outside = gradients_with(True), gradients_with(False)
+    assert inside.keys() == outside.keys()
+    for name, grad in outside.items():
+        assert (inside[name] - grad).norm() <= 0.05 * grad.norm() + 1e-6, name
+
+
+def test_model_bad_tokens_are_named():
+    m, idx = tiny_model(), torch.randint(0, 61, (2, 9))
+    for bad in (idx[0], idx[:, :0], idx.float(), idx.unsqueeze(0), idx > 3):
+        with pytest.raises(ValueError, match="idx: expected"):
+            m(bad)
+    for bad in (idx[:, :8], idx[:1], idx.flatten(), idx.float(), idx.int()):
+        with pytest.raises(ValueError, match="targets: expected"):
+            m(idx, bad)
+    assert torch.equal(m(idx.int())[0], m(idx)[0])
+
+
 def test_model_generate():
     m = tiny_model().train()
     prompt = torch.randint(0, 61, (2, 5))
@@ -1284,6 +1452,26 @@ def test_model_generate():
         m.generate(prompt[:, :0], 1)
 
 
+def test_model_streams_side_by_side():
+    """Two texts, token by token in turn: each as it would be alone. Training may go on between."""
+    m, prompts = tiny_model().train(), torch.randint(0, 61, (2, 1, 5))
+    alone = [m.generate(p, 6, temperature=0)[:, 5:] for p in prompts]
+    streams = [m.generate(p, 6, temperature=0, stream=True) for p in prompts]
+    pieces = [[], []]
+    for _ in range(6):
+        for piece, stream in zip(pieces, streams):
+            piece.append(next(stream))
+            assert m.training
+    assert all(torch.equal(torch.cat(piece, 1), one) for piece, one in zip(pieces, alone))
+    assert m.training
+    half_read = m.generate(prompts[0], 6, stream=True)
+    next(half_read)
+    m.eval()
+    next(half_read)
+    half_read.close()
+    assert not m.training  # what the caller said last
+
+
 def test_model_sample_token():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(4000, 4)
 
@@ -1297,6 +1485,22 @@ def test_model_sample_token():
     assert torch.allclose(counts(1.0, None, 0.7), two, atol=0.03)
     assert counts(1.0, None, 0.3)[0] == 1 and counts(0, None, None)[0] == 1
     assert torch.allclose(counts(0.5, None, None)[0], torch.tensor(0.25 / 0.365), atol=0.03)
+
+
+def test_model_sample_token_among_equal_logits():
+    torch.manual_seed(0)
+    equal = torch.zeros(2000, 5)
+    some = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0]]).expand(2000, 5)
+    drawn = lambda logits, *how: set(model.sample_token(logits, *how).flatten().tolist())
+    for top_k, kept in ((1, 1), (3, 3), (5, 5), (9, 5), (None, 5)):
+        assert len(drawn(equal, 1.0, top_k, None)) == kept
+    for top_k, top_p, kept in ((None, 0.4, 2), (None, 1e-9, 1), (4, 0.5, 2), (None, 1.0, 5)):
+        assert len(drawn(equal, 1.0, top_k, top_p)) == kept
+    assert drawn(equal, 0, None, None) == {0}
+    assert len(drawn(some, 1.0, 2, None) & {1, 2, 3}) == 2
+    assert drawn(some, 1.0, 4, None) == {1, 2, 3, 4}
+    assert drawn(some, 1e-40, None, None) == {1, 2, 3}  # as cold as it gets
+    assert len(drawn(some, 1e9, None, None)) == 5  # and as hot
 
 
 @slow
