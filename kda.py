@@ -384,15 +384,15 @@ def compose(P, S, state):
 def kda(q, k, v, g, beta, state=None):
     """
     kda_recurrent's arguments and results, the fastest way: Triton on a GPU if it can take these
-    widths; else the recurrence for one token, and chunks for more. g must lie in [−5.9, 0]; Triton
-    does not look. Its kernel for one token without gradients changes `state` in place; all else
-    returns a new one.
+    widths; else the recurrence for a few tokens, and chunks for more. g must lie in [−5.9, 0];
+    Triton does not look. Its kernel for one token without gradients changes `state` in place; all
+    else returns a new one.
     """
     if kernels and kernels.fits(q, v):
         if q.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
             return kernels.kda_decode(q, k, v, g, beta, state), state
         return kernels.kda(q, k, v, g, beta, state, look_at_g=False)
-    if q.shape[1] == 1:
+    if q.shape[1] <= 4:
         return kda_recurrent(q, k, v, g, beta, state)
     # CPUs are faster with short chunks. Not by batch size: a row must not depend on its neighbours
     return kda_chunk(q, k, v, g, beta, state, chunk=64 if q.is_cuda else 16)
@@ -441,9 +441,12 @@ class KDA(nn.Module):
         beta = fp32(b).sigmoid()                                                      # (B, T, H)
         g = self.log_decay(x)                                                         # (B, T, H, K)
         state = cache["state"] if cache else self.state_before(k, v, g, beta)
-        o, state = kda(q, k, v, g, beta, state)
+        o, new_state = kda(q, k, v, g, beta, state)
         if cache:
-            cache["state"], cache["tails"] = state.detach(), tuple(tail for _, tail in convolved)
+            if "window" in cache:
+                cache["window"] = state, tails, *(y.detach() for y in (*inputs, k, v, g, beta))
+            cache["state"] = new_state.detach()
+            cache["tails"] = tuple(tail for _, tail in convolved)
         return self.o_proj(z.sigmoid() * self.o_norm(o).flatten(2))                # of (B, T, H·V)
 
     def log_decay(self, x):
@@ -460,6 +463,28 @@ class KDA(nn.Module):
         shapes = [(batch_size, c.weight.shape[-1] - 1, c.weight.shape[0]) for c in self._convs()]
         return dict(state=torch.zeros(batch_size, self.H, self.K, self.V, device=device),
                     tails=[torch.zeros(shape, device=device) for shape in shapes])
+
+    @torch.no_grad()
+    def keep(self, cache, count):
+        """
+        Take back the last tokens of the last call (§5.4.2): speculative decoding reads a window of
+        drafts and keeps the accepted ones. After cache["window"] = None, every call leaves there
+        what this needs: the state and tails before the window, and its projected inputs.
+        count (B,), int64: tokens of the window that each row keeps, at least 1.
+        """
+        if cache.get("window") is None:
+            raise ValueError('cache["window"]: set it to None before the call that keep cuts short')
+        state, tails, *inputs, k, v, g, beta = cache["window"]
+        B, T = k.shape[:2]
+        if T > 1:     # with g = β = 0, a token leaves the state alone
+            rejected = torch.arange(T, device=k.device) >= count.unsqueeze(1)               # (B, T)
+            beta = beta.masked_fill(rejected.unsqueeze(-1), 0)
+            g = g.masked_fill(rejected[..., None, None], 0)
+            cache["state"] = kda(k, k, v, g, beta, state)[1]
+        rows = torch.arange(B, device=k.device).unsqueeze(1)
+        at = count.unsqueeze(1) + torch.arange(tails[0].shape[1], device=k.device)  # (B, width − 1)
+        read = [torch.cat([tail.to(y.dtype), y], dim=1) for tail, y in zip(tails, inputs)]
+        cache["tails"], cache["window"] = tuple(y[rows, at] for y in read), None
 
     def _convs(self):
         return self.q_conv1d, self.k_conv1d, self.v_conv1d
