@@ -9,6 +9,7 @@ A file with any other name, such as ckpt_best.pt, is the user's: it is never del
 taken for the newest checkpoint. An expected failure is a ValueError or an OSError of one line that
 says what to do.
 """
+import contextlib
 import json
 import os
 import re
@@ -53,7 +54,8 @@ def save_checkpoint(out_dir, step, content):
     """
     def clear_up():
         for old in [p for p in checkpoints(out_dir) if step_of(p) <= step][:-2]:
-            old.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):    # Windows deletes no file that somebody reads
+                old.unlink()
     path = Path(out_dir) / f"ckpt_{step:08d}.pt"
     temporary = path.with_suffix(".tmp")
     clear_up()           # after a kill that came between the renaming and the last line here
@@ -84,7 +86,8 @@ def prepare_folder(out_dir, fresh, num_params):
     out_dir.mkdir(parents=True, exist_ok=True)
     held = lock(out_dir)
     for rest in out_dir.glob("ckpt_*.tmp"):       # of a run that was killed while it wrote
-        rest.unlink()
+        if step_of(rest.with_suffix(".pt")) is not None:
+            rest.unlink()
     # weights and two moments in fp32; three files while the newest is written
     need = 3 * 4 * num_params * (3 - (0 if fresh else min(2, len(checkpoints(out_dir)))))
     if shutil.disk_usage(out_dir).free < need:

@@ -167,7 +167,8 @@ def read_text(path):
 
 def is_out_of_memory(error):
     """Whether an error is torch's or Python's word for too little memory, on any device."""
-    words = ("can't allocate memory", "out of memory", "bad_alloc")
+    words = ("can't allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED",
+             "Storage size calculation overflowed")
     return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
             or any(word in str(error) for word in words))
 

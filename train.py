@@ -70,7 +70,7 @@ class Settings:
     optimizer: str = "muon"       # or, for study, "whole" (no cuts into heads) or "adamw"
     weight_decay: float = 0.1     # decoupled; of matrices and embeddings
     grad_clip: float = 1.0        # the largest norm of all gradients together; 0: no limit
-    # what one sees of it
+    # log and checkpoints
     log_every: int = 10           # steps between lines on the screen
     eval_every: int = 250         # steps between evaluations; a checkpoint is written before each
     eval_batches: int = 16        # of batch_size, spread over a split; a smaller one is read whole
@@ -82,7 +82,7 @@ class Settings:
     compile: bool = False         # torch.compile; needs a C++ compiler
     # several processes, started by torchrun
     expert_parallel: int = 1      # so many processes share out the experts of every layer
-    balance_ranks: bool = False   # they lend experts until each computes as many tokens
+    balance_ranks: bool = False   # lend experts, so that all of them compute equally many tokens
     context_parallel: int = 1     # so many processes share out every sequence
     timeout: int = 600            # seconds without word from another process, then the run ends
 
@@ -138,7 +138,7 @@ def train(arguments, ranks=None):
 
 
 def loop(run):
-    """Update after update, until the last one, a signal, or other data than the run began with."""
+    """Updates, until the last one, a signal, or a change of the data set."""
     settings, ranks, model, optimizer = run.settings, run.ranks, run.model, run.optimizer
     stopped = changed = False
     while run.step < settings.steps and not stopped:
@@ -169,7 +169,7 @@ def loop(run):
         run.between_steps = True
         run.seconds += time.perf_counter() - began
 
-        # what one sees of it, and what remains
+        # log, checkpoint, evaluation
         run.take_folder()
         last = run.step == settings.steps
         if run.step % settings.log_every == 0 or last:
@@ -238,7 +238,7 @@ def evaluate(model, tokens, settings, device, autocast, ranks=None):
 
 
 # ------------------------------------------------------------------------------------------------
-# what the loop works on
+# what the loop works with
 
 class Run:
     """Settings, data, model and optimizer of a run, how far it is, and its folder."""
@@ -520,6 +520,10 @@ class Log:
                  f"data/{settings.data}: {run.data.meta['train_tokens']:,} tokens, "
                  f"{tokens_per_step(settings):,} a step; {run.device}, {str(run.dtype)[6:]}"
                  f"{several}; {run.out_dir}")
+        if self.speaks and settings.wandb:
+            import wandb
+            self.wandb = wandb.init(project="nanoK3", name=run.out_dir.name,
+                                    config=asdict(settings))
 
     def open(self, out_dir, step):
         """metrics.jsonl, after `step` updates: of an earlier file the lines up to there stay."""
@@ -537,13 +541,9 @@ class Log:
         if self.settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(str(out_dir))
-        if self.settings.wandb:
-            import wandb
-            self.wandb = wandb.init(project="nanoK3", name=Path(out_dir).name,
-                                    config=asdict(self.settings))
 
     def count(self, figures):
-        """What the routers had to say about a step."""
+        """The routers' figures of a step, from model.update_router_bias."""
         for layer in figures:
             self.violation = max(self.violation, layer["max_violation"])
             self.dead = max(self.dead, layer["dead"])
@@ -587,17 +587,16 @@ class Log:
         if not self.speaks:
             return
         self.say(text, live)
+        numbers = {name: value for name, value in figures.items() if name not in ("step", "load")}
         try:
             if self.file:
                 self.file.write(json.dumps(figures) + "\n")
-            for name, value in figures.items():
-                if self.board and name not in ("step", "load"):            # it takes single numbers
-                    self.board.add_scalar(name, value, figures["step"])
-        except OSError as error:
+            for name, value in numbers.items() if self.board else ():
+                self.board.add_scalar(name, value, figures["step"])
+            if self.wandb:
+                self.wandb.log(numbers, step=figures["step"])
+        except Exception as error:                # a full disk, or what the boards come up with
             self.warn(error)
-        if self.wandb:
-            self.wandb.log({name: value for name, value in figures.items() if name != "load"},
-                           step=figures["step"])
 
     def say(self, text, live=False):
         """A line on the screen; with live, the next one takes its place."""
@@ -620,8 +619,9 @@ class Log:
         if not self.warned:
             self.warned = True
             with contextlib.suppress(OSError):
-                print(f"warning: a line of the log cannot be written ({error.strerror or error}); "
-                      "the run goes on without", file=sys.stderr, flush=True)
+                reason = getattr(error, "strerror", None) or error
+                print("\n" * self.on_live_line + f"warning: a line of the log cannot be written "
+                      f"({reason}); the run goes on without", file=sys.stderr, flush=True)
 
     def close(self):
         """The files; what is said from now on only goes to the screen."""
