@@ -1578,6 +1578,22 @@ def refused(result, *words):
     assert all(word in result.stderr for word in words), result.stderr
 
 
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """An empty folder with this process inside it. prepare.py writes to data/ there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "HERE", tmp_path / "data")
+    return tmp_path
+
+
+def prepare_refuses(arguments, *words):
+    """prepare.py in this process: an error of one line that says these words."""
+    with pytest.raises((ValueError, OSError)) as caught:
+        prepare.main(arguments)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value), caught.value
+
+
 def decode(folder, split, meta, enc):
     return enc.decode(prepare.open_tokens(folder, split, meta).tolist())
 
@@ -1788,11 +1804,11 @@ def test_data_prepare_folder(tmp_path):
     assert prepare.open_tokens(folder, "train", meta).tolist().count(256) == 1
 
 
-def test_data_prepare_bad_input(tmp_path):
-    (tmp_path / "play.txt").write_text(PLAY)
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "tiny.txt").write_text("ab")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+def test_data_prepare_bad_input(desk):
+    Path("play.txt").write_text(PLAY)
+    Path("empty.txt").write_text("")
+    Path("tiny.txt").write_text("ab")
+    Path("latin.txt").write_bytes(b"caf\xe9")
     for arguments, word in [
             ([], "nothing to prepare"),
             (["absent.txt"], "absent.txt"),
@@ -1808,9 +1824,11 @@ def test_data_prepare_bad_input(tmp_path):
             (["play.txt", "empty.txt"], "--name"),
             (["play.txt", "--name=../x"], "--name"),
             (["play.txt", "--tokenizer=no/such.model"], "no/such.model")]:
-        refused(run_prepare(tmp_path, *arguments), word)
-    assert not list(tmp_path.glob("data/*/*.*"))  # nothing was left behind
-    assert "--vocab_size" in run_prepare(tmp_path, "--help").stdout
+        prepare_refuses(arguments, word)
+    assert not list(desk.glob("data/*/*.*"))  # nothing was left behind
+    # and as a user sees it: one line, exit status 1
+    refused(run_prepare(desk, "absent.txt"), "absent.txt")
+    assert "--vocab_size" in run_prepare(desk, "--help").stdout
 
 
 def test_data_prepare_refuses_spoiled_data(tmp_path):
@@ -1876,6 +1894,286 @@ def test_data_prepare_stopped_halfway(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="could not write .*No space left on device"):
         prepare.prepare([PLAY * 30], "play", "bytes")
     assert prepare.load_meta(folder)[0]["vocab_size"] == 300 and not list(folder.glob("*.tmp"))
+
+
+def whole_text(folder):
+    """Both parts of a data set, decoded."""
+    meta, enc = prepare.load_meta(folder)
+    return "".join(decode(folder, split, meta, enc) for split in ("train", "val"))
+
+
+def test_data_byte_order_marks(desk):
+    """They go from the start of a file, and stay elsewhere. So do line ends."""
+    Path("my").mkdir()
+    texts = {"a.txt": "\ufefffirst\r\nline\ufeff", "b.txt": "\ufeffsecond", "c.txt": "\ufeff",
+             "d.txt": "third"}
+    for name, text in texts.items():
+        Path("my", name).write_bytes(text.encode())
+    prepare.main(["my", "--tokenizer=bytes", "--val_fraction=0.3"])
+    expected = ["first\r\nline\ufeff", "second", "third"]
+    assert whole_text(Path("data/my")).split("<|endoftext|>") == expected
+
+
+def test_data_what_a_folder_holds(desk, capsys):
+    """
+    Links are followed, once. What is no text is counted and named, with the reason and a way out.
+    Nothing hangs.
+    """
+    Path("my/sub").mkdir(parents=True)
+    Path("elsewhere").mkdir()
+    Path("elsewhere/linked.txt").write_text("linked\n" * 9)
+    Path("my/a.txt").write_text("plain\n" * 9)
+    Path("my/sub/b.txt").write_text("below\n" * 9)
+    os.symlink(desk / "elsewhere", "my/link")
+    os.symlink(desk / "elsewhere", "my/sub/again")
+    os.symlink(desk / "my", "my/sub/loop")
+    os.symlink(desk / "nothing", "my/broken.txt")
+    os.mkfifo("my/pipe")
+    for i in range(3):
+        Path(f"my/latin{i}.txt").write_bytes(b"caf\xe9 ol\xe9")
+    Path("my/wide.txt").write_bytes("wide".encode("utf-16"))
+    Path("my/late.txt").write_bytes(b"a" * (2 << 20) + b"\xe9")  # not at its start
+    Path("my/zero.bin").write_bytes(b"text" * 9 + b"\0")
+    Path("my/empty.txt").write_text("")
+    prepare.main(["my", "--tokenizer=bytes"])
+    documents = whole_text(Path("data/my")).split("<|endoftext|>")
+    assert documents == ["plain\n" * 9, "linked\n" * 9, "below\n" * 9]
+    said = capsys.readouterr().out
+    for words in (
+            "3 documents", "skipped 9 files",
+            "4 not UTF-8 (my/late.txt, my/latin0.txt, …; if it is Latin-1: iconv -f latin1 -t",
+            "1 not UTF-8 but UTF-16 (my/wide.txt; convert it: iconv -f utf-16",
+            "1 no regular file (my/pipe)", "a link to nowhere (my/broken.txt)",
+            "1 a link to a folder above it (my/sub/loop)", "a zero byte is in it (my/zero.bin)"):
+        assert words in said, (words, said)
+
+    Path("poor").mkdir()
+    for name in ("latin0.txt", "wide.txt", "zero.bin"):
+        shutil.copy(Path("my", name), "poor")
+    prepare_refuses(["poor"], "no text", "skipped 3 files", "iconv -f latin1", "poor/latin0.txt")
+    for name, words in [
+            ("latin0.txt", "not UTF-8; if it is Latin-1"),
+            ("wide.txt", "UTF-16"),
+            ("zero.bin", "zero byte"),
+            ("pipe", "no regular file"),
+            ("broken.txt", "gone")]:
+        prepare_refuses([f"my/{name}", "--name=x"], f"my/{name} is", words)
+    prepare_refuses(["/dev/zero", "--name=x"], "no regular file")
+
+
+@pytest.mark.parametrize("change", [
+    lambda path: path.write_text("b" * 99),
+    lambda path: path.write_bytes(b"\xe9" * 100),
+    lambda path: path.unlink()])
+def test_data_file_that_changes_meanwhile(desk, change):
+    path = desk / "a.txt"
+    path.write_text("a" * 100)
+    text = prepare.survey([(path, True)])
+    change(path)
+    with pytest.raises(ValueError, match="a.txt changed while it was read"):
+        prepare.prepare(text, "x", "bytes")
+    assert not list((desk / "data/x").iterdir())
+
+
+@pytest.mark.parametrize("pattern", ["PATTERN", "GPT2_PATTERN", "K3_PATTERN"])
+def test_data_long_runs(pattern):
+    """
+    A run of one character has tiktoken's tokens. It fails on a million blanks: then they decode to
+    the text.
+    """
+    ranks = tokenizer.make("bytes")._mergeable_ranks
+    ranks = ranks | {b"  ": 256, b"    ": 257, b"aa": 258, b"\n\n": 259}
+    pattern = getattr(tokenizer, pattern)
+    enc = tokenizer.build("x", pattern, ranks, {"<|endoftext|>": 300})
+    runs = [(c, 1_000_001) for c in " \n\u3000"] + [(c, 100_000) for c in "a1.中"]
+    for character, n in [(" ", 999_998), *runs]:
+        text = "It is." + character * n + "so."
+        ids = tokenizer.encode(enc, text)
+        assert enc.decode(ids.tolist()) == text
+        try:
+            assert (ids == enc.encode_to_numpy(text, disallowed_special=())).all()
+        except ValueError:
+            assert n > 1_000_000
+
+
+def test_data_blanks_without_end(desk):
+    text = "It is.\n" + " " * 1_200_000 + "so\n" + PLAY
+    Path("blank.txt").write_text(text)
+    for how in ("--vocab_size=300", f"--tokenizer={k3_file(desk)}"):
+        prepare.main(["blank.txt", how])
+        assert whole_text(Path("data/blank")) == text
+
+
+def test_data_chunks_of_any_text(tmp_path, monkeypatch):
+    """
+    Without line ends, chunks end at marks or blanks; without those at a length, where only then
+    tokens may change. Their length is bounded.
+    """
+    names = ("bytes", "bpe", str(k3_file(tmp_path)))
+    encodings = [tokenizer.make(name, [random_text(9, 3000)], 500) for name in names]
+    ranks = encodings[1]._mergeable_ranks
+    gpt2 = tokenizer.build("gpt2", tokenizer.GPT2_PATTERN, ranks, {})
+    monkeypatch.setattr(prepare, "LONGEST", 60)
+    tokens = lambda enc, texts: [i for text in texts for i in enc.encode_ordinary(text)]
+    letters = ["a", "Bc", "12", "345", ".", ",", " ", "  ", "中", "'s", "-", "é", "e\u0301", "，"]
+    letters += ["½", "_"]
+    for seed in range(60):
+        rng = random.Random(seed)
+        text = "".join(rng.choice(letters) for _ in range(400))
+        cut = list(prepare.chunks(text, 20))
+        assert "".join(cut) == text and len(cut) > 1 and max(map(len, cut)) <= 60
+        if max(map(len, cut[:-1])) < 58:  # a place was found everywhere
+            for enc in (*encodings, gpt2):
+                assert tokens(enc, cut) == enc.encode_ordinary(text)
+    rng = random.Random(0)
+    digits = "".join(rng.choice("0123456789") for _ in range(500))
+    for enc in encodings:
+        assert tokens(enc, prepare.chunks(digits, 20)) == enc.encode_ordinary(digits)
+
+
+def test_data_set_names(desk):
+    Path("play.txt").write_text(PLAY * 3)
+    for name in ("ко́шка", "e\u0301te\u0301", "हिन्दी", "a b", "-x", ".x", "v1.0+b", "中文", "it's"):
+        prepare.main(["play.txt", f"--name={name}", "--tokenizer=bytes"])
+        assert prepare.load_meta(Path("data", name))[0]["name"] == name
+    Path("हिन्दी").mkdir()  # and a folder's own name
+    Path("हिन्दी/a.txt").write_text(PLAY * 3)
+    prepare.main([str(desk / "हिन्दी"), "--tokenizer=bytes"])
+    assert prepare.load_meta(Path("data/हिन्दी"))[0]["name"] == "हिन्दी"
+    for name in ("", ".", "..", "a/b", "/tmp/x", "a\\b", "a\nb", "a\tb"):
+        with pytest.raises(ValueError, match="--name="):
+            prepare.main(["play.txt", f"--name={name}", "--tokenizer=bytes"])
+    Path("data/prepare.py").write_text("a program")
+    prepare_refuses(["play.txt", "--name=prepare.py", "--tokenizer=bytes"], "prepare.py", "exists")
+
+
+def test_data_prepare_settings(desk, monkeypatch):
+    Path("play.txt").write_text(PLAY * 3)
+    for arguments, *words in [
+            (["--vocab_size=-1"], "--vocab_size=-1", "257"),
+            (["--vocab_size=18446744073709551616"], "1048576"),
+            (["--vocab_size=0"], "257"),
+            (["--vocab_size"], "equals sign"),
+            (["--val_fraction=nan"], "between 0 and 1"),
+            (["--val_fraction=0"], "between 0 and 1"),
+            (["--val_fraction=-0.1"], "between 0 and 1"),
+            (["--tokenizer=bytes", "--vocab_size=4096"], "for --tokenizer=bpe")]:
+        prepare_refuses(["play.txt", *arguments], *words)
+    Path("home").mkdir()
+    shutil.copy("play.txt", "home/mine.txt")
+    shutil.move(k3_file(desk), "home/k3.model")
+    monkeypatch.setenv("HOME", str(desk / "home"))
+    prepare.main(["~/mine.txt", "--tokenizer=~/k3.model"])
+    assert Path("data/mine/meta.json").exists() and not Path("~").exists()
+
+
+@pytest.mark.parametrize("file, content", [
+    ("train.bin", b"abc"),
+    ("meta.json", b'{"vocab": 65}'),
+    ("val.bin", b"x"),
+    ("tokenizer.tiktoken", b"IQ== 0\n")])
+def test_data_prepare_touches_only_its_own(desk, file, content):
+    """Files of the same names that something else wrote stay."""
+    Path("play.txt").write_text(PLAY * 9)
+    Path("data/theirs").mkdir(parents=True)
+    Path("data/theirs", file).write_bytes(content)
+    prepare_refuses(["play.txt", "--name=theirs"], f"{file} was not written by prepare.py")
+    assert Path("data/theirs", file).read_bytes() == content
+    assert len(list(Path("data/theirs").iterdir())) == 1
+
+
+def test_data_prepare_stopped_between_renames(desk, monkeypatch):
+    """No data set then, and the next run mends it. A user's file beside it stays."""
+    class Killed(BaseException):
+        pass
+
+    def prepared_until(last):
+        """A run that is killed before its rename number `last` → whether it came to its end."""
+        calls, replace = iter(range(100)), os.replace
+
+        def counted(*paths):
+            if next(calls) == last:
+                raise Killed
+            replace(*paths)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", counted)
+            patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+            try:
+                prepare.main(["play.txt", "--tokenizer=bytes"])
+            except Killed:
+                return False
+        return True
+    Path("play.txt").write_text(PLAY * 9)
+    last = 0
+    while not prepared_until(last):
+        Path("data/play/notes.md").write_text("mine")
+        with pytest.raises((ValueError, FileNotFoundError), match="prepare.py"):
+            prepare.load_meta(Path("data/play"))
+        prepare.main(["play.txt", "--tokenizer=bytes"])
+        prepare.load_meta(Path("data/play"))
+        files = sorted(path.name for path in Path("data/play").iterdir())
+        assert files == ["meta.json", "notes.md", "tokenizer.tiktoken", "train.bin", "val.bin"]
+        shutil.rmtree("data/play")
+        last += 1
+    assert last == 4
+
+
+def test_data_prepare_beside_a_reader(desk):
+    """What a run holds open keeps its text. Two writers at once are refused."""
+    live = desk / "data/live"
+    prepare.prepare(["a" * 100], "live", "bytes")
+    meta, enc = prepare.load_meta(live)
+    held = prepare.open_tokens(live, "train", meta)
+    prepare.prepare(["b" * 100], "live", "bytes")
+    assert enc.decode(held.tolist()) == "a" * 90
+    assert {path.stat().st_mode & 0o777 for path in live.iterdir()} == {0o644}
+    with prepare.only_writer(live):
+        with pytest.raises(ValueError, match="another prepare.py is writing"):
+            prepare.prepare(["c" * 100], "live", "bytes")
+    assert prepare.prepare(["c" * 100], "live", "bytes")["train_tokens"] == 90
+
+
+def peak_memory():
+    """The most that this process has had resident, in kB; 0 where there is no /proc."""
+    status = Path("/proc/self/status")
+    return int(status.read_text().split("VmHWM:")[1].split()[0]) if status.exists() else 0
+
+
+def test_data_sizes_of_tokenizer_files(tmp_path):
+    """16 GB of zeros where a small file should be: one line, and little of it is read."""
+    def zeros(path):
+        with open(path, "wb") as file:
+            file.truncate(1 << 34)  # sparse
+    most = peak_memory()
+    for name in ("tiktoken.model", "x.tiktoken"):
+        zeros(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name} has more than 64 MB"):
+            tokenizer.make(str(tmp_path / name))
+    ranks = k3_file(tmp_path)
+    for name in ("tokenizer_config.json", "config.json"):
+        zeros(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name} has more than 64 MB"):
+            tokenizer.make(str(ranks))
+        (tmp_path / name).unlink()
+    folder = tmp_path / "set"
+    folder.mkdir()
+    zeros(folder / "meta.json")
+    with pytest.raises(ValueError, match="meta.json has more than 64 MB"):
+        prepare.load_meta(folder)
+    assert peak_memory() - most < 400 << 10
+
+
+@pytest.mark.parametrize("meta", [
+    b"[1]", b"[" * 100000, b"5", b'{"tokenizer": []}', b'{"tokenizer": {}}', b"\xff",
+    b'{"tokenizer": {"name": "x", "pattern": "(", "special": {"a": "b"}}}'])
+def test_data_spoiled_meta(meta, tmp_path):
+    shutil.move(k3_file(tmp_path), tmp_path / "tokenizer.tiktoken")
+    (tmp_path / "meta.json").write_bytes(meta)
+    for read in (lambda: prepare.load_meta(tmp_path),
+                 lambda: tokenizer.make(str(tmp_path / "tokenizer.tiktoken"))):
+        with pytest.raises(ValueError) as caught:
+            read()
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
 def test_data_prepare_sources(tmp_path):
@@ -3750,12 +4048,6 @@ def test_weights_index_and_files(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)  # as if it were not installed
     with pytest.raises(ValueError, match="pip install safetensors"):
         K3.from_pretrained(a)
-
-
-def peak_memory():
-    """The most that this process has had resident, in kB; 0 where there is no /proc."""
-    status = Path("/proc/self/status")
-    return int(status.read_text().split("VmHWM:")[1].split()[0]) if status.exists() else 0
 
 
 def test_weights_hostile_files(tmp_path):
