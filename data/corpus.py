@@ -7,7 +7,7 @@ that no file has to fit into memory:
     .jsonl, .jsonl.gz, .jsonl.zst, .parquet     a document a line or a row: its field text_key
     any other file                              one document: UTF-8, without a byte-order mark
 
-`own_text` finds the sources behind files, folders and globs, `fetch` those of CORPORA.
+`own_text` finds the sources behind files, folders and globs; `fetch` gets those of CORPORA.
 """
 import codecs
 import glob
@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -39,9 +40,10 @@ class NotText(ValueError):
 
 # ---- reading a source
 
-def blocks(source, text_key="text"):
+def blocks(source, text_key="text", starts=None):
     """
-    A source → (str, whether a document ends with it), …
+    A source → (str, whether a document ends with it), … starts: a pattern, if the rows of a source
+    are parts of documents, for the first row of one.
     Errors: NotText for a file that is no text; ValueError that names file and line for what is
     spoiled.
     """
@@ -50,7 +52,7 @@ def blocks(source, text_key="text"):
             yield source[start:start + BLOCK], start + BLOCK >= len(source)
     elif has_key(source):
         read = parquet_texts if source.name.endswith(".parquet") else json_texts
-        yield from together(read(source, text_key))
+        yield from row_blocks(read(source, text_key), starts)
     else:
         yield from plain_blocks(source)
 
@@ -195,9 +197,36 @@ def parquet_texts(path, key):
                          "again") from None
 
 
-def together(texts):
+def row_blocks(texts, starts):
+    if starts is None:
+        for text in texts:
+            yield from blocks(text)
+        return
+    held = ""                                          # a row; the next one says if it is the last
     for text in texts:
-        yield from blocks(text)
+        yield held, bool(starts.match(text))
+        held = text
+    yield held, True
+
+
+def limited(blocks, left):
+    """
+    Blocks, until left is used up: {"bytes": of text, "documents": that have text}, which is counted
+    down. A document may be cut by the end of the bytes.
+    """
+    has_text = False
+    for block, ends in blocks:
+        data = block.encode()
+        if len(data) >= left["bytes"]:
+            data = data[:left["bytes"]]
+            block, ends = data.decode(errors="ignore"), True
+        has_text = has_text or block != ""
+        left["bytes"] -= len(data)
+        left["documents"] -= ends and has_text
+        has_text = has_text and not ends
+        yield block, ends
+        if min(left.values()) <= 0:
+            return
 
 
 def needed(package, who):
@@ -352,3 +381,54 @@ CORPORA = {
         "wikitext-103-raw-v1/validation-00000-of-00001.parquet"], validation=1,
         starts=re.compile(r" = [^=]")),
 }
+
+
+def fetch(name, limit):
+    """
+    A named corpus → (Path, True), …: each file is fetched when it is asked for, if the cache does
+    not have it. limit: the bytes of text that will be read, at most.
+    Errors: ValueError without huggingface_hub, without a network, or without room on the disk.
+    """
+    if not sys.stderr.isatty():                        # a log needs no bars, and our error says it
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_VERBOSITY", "critical")
+    hub = needed("huggingface_hub", f"{name} needs")
+    constants = importlib.import_module("huggingface_hub.constants")
+    repository, files = CORPORA[name].repository, CORPORA[name].files
+
+    def attempt(call, file, **how):
+        try:
+            return call(**how)
+        except Exception as error:                     # the hub's and the network's, of many kinds
+            why = str(error).strip().splitlines()[:1] or [type(error).__name__]
+            raise ValueError(f"could not fetch {file} of {repository} from "
+                             f"{constants.ENDPOINT} ({why[0][:200]}); run it again with a "
+                             "network, and what is here is not fetched twice (HF_ENDPOINT names a "
+                             "mirror, HF_HOME another cache)") from None
+
+    missing, size = 0, 0
+    for file in files:
+        if size < limit and not isinstance(hub.try_to_load_from_cache(
+                repository, file, repo_type="dataset"), str):
+            url = hub.hf_hub_url(repository, file, repo_type="dataset")
+            missing += 1
+            size += attempt(hub.get_hf_file_metadata, file, url=url).size or 0
+    check_room(name, missing, size, Path(constants.HF_HUB_CACHE))
+    for file in files:
+        yield Path(attempt(hub.hf_hub_download, file, repo_id=repository, filename=file,
+                           repo_type="dataset")), True
+
+
+def check_room(name, files, size, cache):
+    """Says what a download takes, and whether the disk has it: as much again for the tokens."""
+    if not files:
+        return
+    print(f"{name}: {files} files of {size / 1e6:,.0f} MB to fetch into {cache}, and about as much "
+          f"again for the tokens in {HERE}", flush=True)
+    folder = next(path for path in (cache, *cache.parents) if path.exists())
+    together = folder.stat().st_dev == HERE.stat().st_dev
+    for place, need in ((folder, size * (1 + together)), (HERE, size)):
+        free = shutil.disk_usage(place).free
+        if free < need:
+            raise ValueError(f"{name} needs {need / 1e6:,.0f} MB in {place}, and {free / 1e6:,.0f} "
+                             "MB are free; make room, or take less with --limit=SIZE")

