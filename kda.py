@@ -26,7 +26,6 @@ import torch.nn.functional as F
 
 from ops import RMSNorm, exchange, fp32, kernels, linears
 
-
 # --------------------------------------------------------------------------------------------------
 # 1. The recurrence
 
@@ -93,7 +92,7 @@ def kda_chunk_plain(q, k, v, g, beta, state=None, chunk=64):
         C, K = q.shape[-2:]
         q, beta, G = q * K ** -0.5, beta.unsqueeze(-1), g.cumsum(dim=2)
         later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
-        # masked before the exp: above the diagonal it may overflow, and then gradients are NaN
+        # E_ij = exp(G_i − G_j), masked before the exp: an inf would make its gradient NaN
         E = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(later, -math.inf).exp()
         A_qk = torch.einsum("bhik,bhjk,bhijk->bhij", q, k, E)
         A_kk = torch.einsum("bhik,bhjk,bhijk->bhij", k, k, E).tril(-1)
@@ -359,7 +358,7 @@ def kda_segment_definition(k, v, g, beta):
 
 def kda_segment(k, v, g, beta):
     """The same in one fast run: columns of a state do not interact, so [I, 0] becomes [P, S̃]."""
-    (B, T, H, K), V = k.shape, v.shape[-1]
+    (B, _, H, K), V = k.shape, v.shape[-1]
     identity = torch.eye(K, dtype=fp32(k).dtype, device=k.device).expand(B, H, K, K)
     state = F.pad(identity, (0, V))                                               # (B, H, K, K + V)
     values = torch.cat([torch.zeros_like(k), v.to(k.dtype)], dim=-1)              # (B, T, H, K + V)
@@ -470,14 +469,16 @@ class KDA(nn.Module):
         Take back the last tokens of the last call (§5.4.2): speculative decoding reads a window of
         drafts and keeps the accepted ones. After cache["window"] = None, every call leaves there
         what this needs: the state and tails before the window, and its projected inputs.
-        count (B,), int64: tokens of the window that each row keeps, at least 1.
+        count (B,), int64: tokens of the window that each row keeps, at least 1. Where every row
+        keeps the whole window, there is nothing to take back.
         """
         if cache.get("window") is None:
             raise ValueError('cache["window"]: set it to None before the call that keep cuts short')
         state, tails, *inputs, k, v, g, beta = cache["window"]
         B, T = k.shape[:2]
         if T > 1:     # with g = β = 0, a token leaves the state alone
-            rejected = torch.arange(T, device=k.device) >= count.unsqueeze(1)               # (B, T)
+            k, v, g, beta = (y[:, :count.max()] for y in (k, v, g, beta))
+            rejected = torch.arange(k.shape[1], device=k.device) >= count.unsqueeze(1)      # (B, T)
             beta = beta.masked_fill(rejected.unsqueeze(-1), 0)
             g = g.masked_fill(rejected[..., None, None], 0)
             cache["state"] = kda(k, k, v, g, beta, state)[1]

@@ -25,11 +25,9 @@ Backward keeps nothing but the arguments. It runs the first three again, and the
 Q⁺ = K^-½ Q ⊙ e^G, K⁺ = K ⊙ e^G, K⁻ = K ⊙ e^{G_C − G}. As W = (I + L)^-1 Diag(β) K⁺ and
 U₀ = (I + L)^-1 Diag(β) V, U = U₀ − W S solves (I + L) U = Diag(β) (V − K⁺ S).
 
-On paper, a token and head at K = V = 128, C = 64, bf16 (g fp32) take 203k operations (A_qk, A_kk,
-W, U₀ and A_qk U 16k each, the inverse 8k thrice in tf32, products with S 33k each) and 1,540 bytes
-at least; these kernels move 7,060: 1,412 in scores (re-reads from L2 not counted), 2,700 in solve,
-1,544 in states, 1,408 in output. At T = 4,096, H = 64, 4.3 TB/s and 780 TFLOP/s: 0.07 ms for the
-operations, 0.09 ms for the least bytes, 0.43 ms for those moved. Not yet timed on a GPU.
+On paper, at T = 4,096, H = 64 and K = V = 128 in bf16, with 4.3 TB/s and 780 TFLOP/s: 0.07 ms of
+operations (203k a token and head), 0.09 ms of least bytes (1,540), 0.43 ms of bytes moved (7,060:
+1,412 in scores, 2,700 in solve, 1,544 in states, 1,408 in output). Not yet timed on a GPU.
 
 Shapes: B sequences, T tokens, H heads, K and V channels of a key and a value, N chunks of C tokens;
 BH is B·H, every head of every sequence, and bh one of them. A token tensor is (B, T, H, ·), a chunk
