@@ -25,6 +25,7 @@ processes, or a compiler.
     -k lab       * ablations, scaling, needles, costs, pictures
 """
 import base64
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -299,6 +300,42 @@ def test_kda_cache_holds_no_graph():
         m(idx, targets, cache=cache)[1].backward()
 
 
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 20])
+@pytest.mark.parametrize("T", [1, 2, 4, 6])
+def test_kda_keep(start, T):
+    """
+    A window of T tokens, of which row r keeps r + 1: state and tails are those of the kept tokens
+    run anew.
+    """
+    layer = tiny_model().layers[0].attn.double()
+
+    def new_cache(B):
+        cache = layer.new_cache(B)
+        return dict(state=cache["state"].double(), tails=[x.double() for x in cache["tails"]])
+    x, after = torch.randn(T, start + T, 32).double(), torch.randn(T, 3, 32).double()
+    kept = torch.arange(1, T + 1)
+    with torch.no_grad():
+        cache = new_cache(T)
+        if start:
+            layer(x[:, :start], cache)
+        cache["window"] = None
+        y = layer(x[:, start:], cache)
+        layer.keep(cache, kept)
+        following = layer(after, cache)  # a second window
+        layer.keep(cache, torch.full((T,), 2))
+        for r, count in enumerate(kept.tolist()):
+            row, truth = slice(r, r + 1), new_cache(1)
+            again = layer(x[row, :start + count], truth)
+            assert error(y[row, :count], again[:, start:]) < 1e-12
+            assert error(following[row, :2], layer(after[row, :2], truth)) < 1e-12
+            assert error(cache["state"][row], truth["state"]) < 1e-12
+            for ours, tail in zip(cache["tails"], truth["tails"]):
+                assert error(ours[row], tail) < 1e-12
+    assert cache["window"] is None
+    with pytest.raises(ValueError, match="window"):
+        layer.keep(layer.new_cache(1), torch.ones(1, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("T, t", [(22, 21), (64, 40), (130, 70), (130, 129)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kda_future_cannot_move_the_past(T, t, dtype):
@@ -359,6 +396,85 @@ def test_kda_autocast_and_dtypes():
     assert torch.equal(inside[0], o) and torch.equal(inside[1], state)
     o, state = kda.kda_chunk(*(x.bfloat16() for x in inputs[:3]), *inputs[3:])
     assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("T", [5, 70, 130])
+def test_kda_rows_do_not_depend_on_their_neighbours(T):
+    """Outputs and gradients of a row are those it has alone, bit for bit."""
+    inputs = kda_inputs(8, T, 4, 16, 16, dtype=torch.float32)
+    weights = [torch.randn(8, T, 4, 16), torch.randn(inputs[5].shape)]
+    together = gradients(kda.kda, inputs, weights)
+    for rows in (slice(0, 1), slice(3, 5)):
+        alone = gradients(kda.kda, [x[rows] for x in inputs], [w[rows] for w in weights])
+        assert all(torch.equal(a, b[rows]) for a, b in zip(alone, together))
+
+
+def test_kda_backward_inside_autocast():
+    """The same gradients as outside, bit for bit, also of convolution and unit vectors."""
+    inputs, w = kda_inputs(2, 40, 2, 32, 32, dtype=torch.float32), torch.randn(64, 4)
+    weights = [torch.randn(2, 40, 2, 32), torch.randn(inputs[5].shape)]
+
+    def f(q, k, v, g, beta, state):
+        k = kda._ShortConv.apply(k.flatten(2), w).view_as(k)
+        return kda.kda_chunk(kda.unit(q), k, v, g, beta, state)
+    outside = gradients(f, inputs, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(f, inputs, weights)
+        layer = tiny_model().layers[0].attn
+        layer(torch.randn(2, 20, 32)).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside))
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_kda_gradients_however_they_come():
+    """Of the outputs or the state alone, expanded or transposed, and twice from one graph."""
+    inputs = [x.requires_grad_() for x in kda_inputs(2, 37, 2, 16, 16, dtype=torch.float32)]
+    o, last = kda.kda_chunk(*inputs)
+    ones = [torch.ones_like(o), torch.ones_like(last)]
+    gradients_of = lambda *what: torch.autograd.grad(*what, retain_graph=True)
+    whole = gradients_of([o, last], inputs, ones)
+    of_o = gradients_of(o.sum(), inputs)  # the gradient of o is one number, expanded
+    of_last = gradients_of(last, inputs, ones[1].mT.contiguous().mT)
+    for a, b, both in zip(of_o, of_last, whole):
+        assert error(a + b, both) < 1e-5
+    again = gradients_of([o, last], inputs, ones)
+    assert all(torch.equal(a, b) for a, b in zip(again, whole))
+
+
+def test_kda_one_tensor_as_q_and_k():
+    q, k, v, g, beta, state = kda_inputs(2, 37, 2, 16, 16)
+    assert_kda([k, k, v, g, beta, state], 1e-5, 1e-4)
+    weights = [torch.ones(2, 37, 2, 16), torch.zeros(state.shape)]
+    both = lambda f: lambda k: f(k, k, *(x.to(k.dtype) for x in (v, g, beta, state)))
+    truth = gradients(both(kda.kda_recurrent), [k], weights)
+    ours = gradients(both(kda.kda_chunk), [k.float()], weights)
+    assert error(ours[-1], truth[-1]) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["kda_recurrent", "kda_chunk_plain", "kda_chunk"])
+def test_kda_names_what_it_refuses(form):
+    f = getattr(kda, form)
+    q, k, v, g, beta, state = kda_inputs(1, 5, 2, 16, 16, dtype=torch.float32)
+    for arguments, words in [
+            ((q.long(), k, v, g, beta), "q: expected floats .*int64"),
+            ((q, k.int(), v, g, beta), "k: expected floats .*int32"),
+            ((q, k, v.bool(), g, beta), "v: .*bool"),
+            ((q, k, v, g.long(), beta), "g: .*int64"),
+            ((q, k, v, g, beta.int()), "beta: .*int32"),
+            ((q, k, v, g, beta, state.long()), "state: .*int64"),
+            ((q, k, v[0], g, beta), "v: expected"),
+            ((q, k, v, g, beta[..., None]), "beta: expected"),
+            ((q, k.to("meta"), v, g, beta), "k: expected .* on cpu.* on meta"),
+            ((q[:, :0], k, v, g, beta), "q: expected .*none of them zero"),
+            ([x[:0] for x in (q, k, v, g, beta)], "q: expected .*none of them zero"),
+            ((q, k, v[..., :0], g, beta), "v: expected")]:
+        with pytest.raises(ValueError, match=words):
+            f(*arguments)
+    impossible = {"kda_recurrent": [], "kda_chunk_plain": [0, -16],
+                  "kda_chunk": [0, -16, 8, 24, 32.0]}
+    for chunk in impossible[form]:
+        with pytest.raises(ValueError, match="chunk: expected"):
+            f(q, k, v, g, beta, chunk=chunk)
 
 
 def test_kda_short_conv():
@@ -432,11 +548,12 @@ if INTERPRETS:
 
 @slow
 @outer
-def test_kernels_interpreted():
-    """Every test with triton in its name."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "test_all.py", "-k", "triton"],
-        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+@pytest.mark.parametrize("which", ["triton and chunks", "triton and not chunks"])
+def test_kernels_interpreted(which):
+    """Every test with triton in its name, in two halves of about the same time."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "test_all.py", "-k", which],
+                          cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
+                          capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
     assert "skipped" not in done.stdout, done.stdout
 
@@ -445,7 +562,7 @@ def test_kernels_interpreted():
 @pytest.mark.parametrize("T, K, V", [
     (1, 16, 64), (15, 32, 16), (16, 48, 32), (17, 16, 16),
     (63, 32, 48), (64, 64, 16), (65, 16, 32), (130, 48, 64)])
-def test_kernels_triton_kda(T, K, V):
+def test_kernels_triton_kda_chunks(T, K, V):
     inputs = kda_inputs(2 if T < 64 else 1, T, 2, K, V)
     for chunk in (64, 32) if T >= 63 else (64,):
         assert_kda(inputs, 1e-5, 1e-4, f=lambda *x: kernels.kda(*x, chunk=chunk))
@@ -549,6 +666,82 @@ def test_kernels_triton_kda_refuses():
             kernels.kda(*arguments)
     with pytest.raises(ValueError, match="one token"):
         kernels.kda_decode(q, k, v, g, beta, state)
+
+
+@interpreted
+def test_kernels_triton_launches_where_its_tensors_are(monkeypatch):
+    """Every launch is inside a guard for its tensors' device: Triton takes the current one."""
+    from triton.runtime.interpreter import GridExecutor
+    guards, launches, call = [], [], GridExecutor.__call__
+
+    @contextlib.contextmanager
+    def guard(x):
+        guards.append(x.device)
+        yield
+        guards.pop()
+
+    def launch(self, *arguments, **options):
+        launches.append(bool(guards))
+        return call(self, *arguments, **options)
+    monkeypatch.setattr(torch.cuda, "device_of", guard)
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    one = [torch.ones(1)]
+    q, k, v, g, beta, state = inputs = kda_inputs(1, 5, 1, 16, 16, dtype=torch.float32)
+    gradients(kernels.kda, inputs, one * 2)
+    kernels.kda_decode(*(x[:, :1] for x in (q, k, v, g, beta)), state)
+    situ = lambda gate, up: kernels.situ(gate, up, 4.0, 25.0)
+    gradients(situ, [torch.randn(2, 16), torch.randn(2, 16)], one)
+    mix = lambda u, x: kernels.mix(u, 1e-5, x, 2 * x)
+    gradients(mix, [torch.randn(16), torch.randn(3, 16)], one)
+    # KDA forward and backward, decoding, then forward and backward of the other two
+    assert all(launches) and len(launches) == 4 + 6 + 1 + 2 + 2
+
+
+@interpreted
+def test_kernels_triton_kda_inside_autocast():
+    """Forward and backward, segments too, give the same as outside."""
+    inputs = kda_inputs(1, 40, 1, 16, 16, dtype=torch.float32)
+    weights = [torch.randn(1, 40, 1, 16), torch.randn(1, 1, 16, 16)]
+    f = lambda *x: kernels.kda(*x, segments=2, chunk=32)
+    outside = gradients(f, inputs, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(f, inputs, weights)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside))
+    # an expanded gradient of o, and none of the state
+    leaves = [x.requires_grad_() for x in inputs]
+    of_o = torch.autograd.grad(f(*leaves)[0].sum(), leaves)
+    assert all(x.isfinite().all() for x in of_o)
+
+
+@interpreted
+def test_kernels_triton_name_what_they_refuse():
+    q, k, v, g, beta, state = kda_inputs(1, 1, 2, 16, 16, dtype=torch.float32)
+    for arguments, words in [
+            ((q[0], k, v, g, beta, state), "q: expected"),
+            ((q, k, v[0], g, beta, state), "v: expected"),
+            ((q, k, v.bfloat16(), g, beta, state), "v: .*bfloat16"),
+            ((q, k, v, g, beta.long(), state), "beta: .*int64"),
+            ((q, k, v, g, beta, state.half()), "state: .*float16"),
+            ((q, k, v, g, beta, state[..., :8]), "state: expected")]:
+        for f in (kernels.kda, kernels.kda_decode):
+            with pytest.raises(ValueError, match=words):
+                f(*arguments)
+    with pytest.raises(ValueError, match="state: expected a contiguous"):
+        kernels.kda_decode(q, k, v, g, beta, state.mT)
+    with pytest.raises(ValueError, match="q: expected .*none of them zero"):
+        kernels.kda(*(x[:0] for x in (q, k, v, g, beta)))
+    with pytest.raises(ValueError, match=r"u: expected \(2, 16\)"):
+        kernels.situ(torch.randn(2, 16), torch.randn(2, 8), 4.0, 25.0)
+    for sources in ((torch.randn(3, 16), torch.randn(2, 16)), (torch.randn(3, 8),)):
+        with pytest.raises(ValueError, match="sources: expected"):
+            kernels.mix(torch.randn(16), 1e-5, *sources)
+
+
+@interpreted
+def test_kernels_triton_attnres_mix_with_a_strided_query():
+    u, x = torch.randn(32)[::2], torch.randn(3, 16)
+    strided = kernels.mix(u, 1e-5, x, 2 * x)
+    assert torch.equal(strided, kernels.mix(u.contiguous(), 1e-5, x, 2 * x))
 
 
 @interpreted
