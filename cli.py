@@ -22,81 +22,76 @@ from pathlib import Path
 def options(arguments, defaults):
     """
     ["--top_k=5", "a.txt"] → ({name: value}, ["a.txt"]): all names of defaults, and what is no
-    option. A value has the type of its default; a bool may stand alone (--text is --text=True).
-    Errors: ValueError that names the argument and what was expected.
+    option. A value has the type of its default. Errors: ValueError that names the argument and what
+    was expected.
     """
+    types = {name: type(default) for name, default in defaults.items()}
     values, rest = dict(defaults), []
     for i, argument in enumerate(arguments):
         if not argument.startswith("-"):
             rest.append(argument)
             continue
-        name, equals, text = argument.lstrip("-").partition("=")
-        if name not in defaults:
-            near = difflib.get_close_matches(name, defaults, 1)
-            hint = f"did you mean --{near[0]}=…?" if near else "--help shows them all"
-            raise ValueError(f"unknown option {argument}; {hint}")
-        kind = type(defaults[name])
-        if kind is bool and text in ("", "True", "False"):
-            values[name] = text != "False"
-            continue
-        if not equals:
-            raise ValueError(with_equals_sign(arguments, i))
+        name, text = name_and_text(arguments, i, types)
+        if name not in types:
+            raise ValueError(f"unknown option {argument}; {did_you_mean(name, types, '--{}=…')}")
+        kind = types[name]
         try:
-            values[name] = {bool: None}.get(kind, kind)(text)
-        except (ValueError, TypeError):
+            values[name] = {"True": True, "False": False}[text] if kind is bool else kind(text)
+        except (ValueError, KeyError):
             expected = {int: "a whole number", float: "a number", bool: "True or False"}[kind]
             raise ValueError(f"{argument}: expected {expected}") from None
     return values, rest
 
 
-def with_equals_sign(arguments, i):
-    """What to say about ["--top_k", "5"]."""
-    following = arguments[i + 1] if i + 1 < len(arguments) else "VALUE"
-    return f"{arguments[i]}: expected an equals sign, {arguments[i]}={following}"
-
-
 def read_settings(arguments, types, may_be_none=()):
     """
     ["config/a.py", "--lr=2e-3"] → ({name: value}, "a"): what files of `name = value` lines and the
-    command line give, in this order, and the name of the file. types: {name: type}; a value is a
-    literal. Errors: ValueError that names the setting, and what was expected.
+    command line give, in this order, and the name of the file. types: {name: type}; those in
+    may_be_none also take None. Errors: ValueError that names the setting, and what was expected.
     """
     given, stem = {}, ""
     for i, argument in enumerate(arguments):
-        if not argument.startswith("-"):
+        if argument.startswith("-"):
+            name, value = name_and_text(arguments, i, types)
+            if types.get(name) is not str:
+                with contextlib.suppress(ValueError, SyntaxError):         # else it is no literal
+                    value = ast.literal_eval(value)
+            values = {name: value}
+        else:
             stem = Path(argument).stem
             values = read_config_file(argument)
-        else:
-            name, equals, text = argument.lstrip("-").partition("=")
-            kind = types.get(name)
-            if not equals and kind not in (bool, None):
-                raise ValueError(with_equals_sign(arguments, i))
-            value = text if equals else True      # --resume is --resume=True
-            if equals and kind is not str:
-                with contextlib.suppress(ValueError, SyntaxError):         # else it is no literal
-                    value = ast.literal_eval(text)
-            values = {name: value}
         for name, value in values.items():
-            if value is not None or name not in may_be_none:
-                value = checked(name, value, types)
-            given[name] = value
+            none = value is None and name in may_be_none
+            given[name] = None if none else checked(name, value, types)
     return given, stem
+
+
+def name_and_text(arguments, i, types):
+    """The argument --name=text → name, text. A bool may stand alone: --resume is --resume=True."""
+    name, equals, text = arguments[i].lstrip("-").partition("=")
+    if not equals and types.get(name, bool) is not bool:
+        following = arguments[i + 1] if i + 1 < len(arguments) else "VALUE"
+        raise ValueError(f"{arguments[i]}: expected an equals sign, {arguments[i]}={following}")
+    return name, text if equals else "True"
+
+
+def did_you_mean(name, names, form="{}", otherwise="--help shows them all"):
+    near = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {form.format(near[0])}?" if near else otherwise
 
 
 def read_config_file(path):
     """`name = value` lines → dict. Parsed, never executed: a value is a literal."""
     if not os.path.isfile(path):
-        near = difflib.get_close_matches(path, [str(p) for p in Path("config").glob("*.py")], 1)
-        hint = f"did you mean {near[0]}?" if near else "those that come with nanoK3 are in config/"
+        hint = did_you_mean(path, [str(p) for p in Path("config").glob("*.py")],
+                            otherwise="those that come with nanoK3 are in config/")
         raise ValueError(f"no config file {path}; {hint}")
     try:
-        lines = ast.parse(read_text(path)).body
+        file = ast.parse(read_text(path))
     except SyntaxError as error:
         raise ValueError(f"{path}: {error}; a config file is plain `name = value` lines") from None
-    if lines and isinstance(lines[0], ast.Expr) and isinstance(lines[0].value, ast.Constant):
-        lines = lines[1:]                         # a docstring
     values = {}
-    for line in lines:
+    for line in file.body[ast.get_docstring(file) is not None:]:
         try:
             (name,) = line.targets
             values[name.id] = ast.literal_eval(line.value)
@@ -107,20 +102,16 @@ def read_config_file(path):
 
 
 def checked(name, value, types):
-    """→ the value in the type of its setting. Errors: ValueError, if one of them does not fit."""
+    """→ the value in the type of its setting. Errors: ValueError, if it does not fit."""
     if name not in types:
-        near = difflib.get_close_matches(name, types, 1)
-        hint = f"did you mean {near[0]}?" if near else "--help shows them all"
-        raise ValueError(f"unknown setting {name}; {hint}")
+        raise ValueError(f"unknown setting {name}; {did_you_mean(name, types)}")
     kind = types[name]
-    if kind is float and type(value) is int:
-        value = float(value)
-    if kind is tuple and type(value) is list:
-        value = tuple(value)
+    if (type(value), kind) in ((int, float), (list, tuple)):
+        value = kind(value)
     if type(value) is not kind:
         raise ValueError(f"{name} = {value!r}: expected {kind.__name__}, got "
                          f"{type(value).__name__}")
-    if type(value) is float and not math.isfinite(value):
+    if kind is float and not math.isfinite(value):
         raise ValueError(f"{name} = {value}: expected a finite number")
     return value
 
@@ -145,10 +136,9 @@ def describe(*kinds):
 
 def find_device(name):
     """"auto" or a name → "cuda", "mps" or "cpu". Errors: ValueError with what there is here."""
-    import torch  # here, as programs that need no device start without it in no time
-    found = [device for device, here in (("cuda", torch.cuda.is_available()),
-                                         ("mps", torch.backends.mps.is_available()),
-                                         ("cpu", True)) if here]
+    import torch  # here: programs that need no device start at once
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    found = [device for device in here if here[device]] + ["cpu"]
     device = found[0] if name == "auto" else name
     if device not in found:
         hint = "; CUDA_VISIBLE_DEVICES chooses the GPU" if name.startswith("cuda:") else ""
@@ -165,8 +155,12 @@ def read_text(path):
                          f"it: iconv -f latin1 -t utf-8 {path} > new.txt") from None
 
 
+def first_line(error):
+    return (str(error).splitlines() or [""])[0][:150]
+
+
 def is_out_of_memory(error):
-    """Whether an error is torch's or Python's word for too little memory, on any device."""
+    """Whether torch, on any device, or Python ran out of memory."""
     words = ("can't allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED",
              "Storage size calculation overflowed")
     return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
@@ -195,11 +189,11 @@ def run(main, doc):
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        sys.exit(f"error: out of memory ({(str(error).splitlines() or [''])[0][:150]})")
     except KeyboardInterrupt:
         sys.exit("\nstopped")
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            sys.exit(f"error: out of memory ({first_line(error)})")
+        if isinstance(error, RuntimeError):
+            raise
+        sys.exit(f"error: {error}")
