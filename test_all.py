@@ -22,7 +22,7 @@ processes, or a compiler.
     -k sample    * text from a checkpoint
     -k parallel  * four processes: the parts by themselves, then train.py; a process that fails
     -k weights   * released files in and out, MXFP4, hostile files, tokenizer files
-    -k lab       * ablations, scaling, needles, costs, pictures
+    -k lab       * ablations, scaling, needles, costs, pictures, speedrun, evaluation
 """
 import base64
 import contextlib
@@ -68,7 +68,7 @@ import sample as sample_py
 import train
 import weights
 from data import prepare, tokenizer
-from lab import bench, look, study
+from lab import bench, evaluate, look, speedrun, study
 from model import K3, K3Config
 
 torch.set_num_threads(1)  # for tiny models, threads cost more than they bring
@@ -4966,3 +4966,279 @@ def test_lab_look_where_pictures_cannot_go(tmp_path):
     pictures.begin("loss")
     with pytest.raises(ValueError, match="cannot be written .*--to=FOLDER"):
         pictures.save(Figure())
+
+
+# ---- lab/speedrun.py
+
+@pytest.fixture
+def track(at_home, monkeypatch):
+    """The speedrun on the house's text, by a tiny model, with a bar that is soon reached."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    meta, _ = prepare.load_meta(at_home / "data/play")
+    monkeypatch.setattr(speedrun, "TEXT", meta["sha256"])
+    monkeypatch.setattr(speedrun, "BAR", 6.0)
+    monkeypatch.setattr(speedrun, "yardstick", lambda: 2.0)
+    lines = ["data = 'play'", "steps = 60", "n_layer = 2", "n_embd = 32", "n_head = 2",
+             "num_experts = 4", "intermediate_size = 32", "batch_size = 2", "context = 24",
+             "eval_every = 3"]
+    Path("config/play.py").write_text("\n".join(lines) + "\n")
+    yield ["config/play.py"]
+    speedrun.RUNS.unlink(missing_ok=True)
+
+
+@slow
+def test_lab_speedrun(track, monkeypatch, capsys):
+    """Training alone is timed, the whole split is read, and finished runs are not made again."""
+    results = lambda: study.read_lines(speedrun.RUNS)
+    speedrun.main([*track, "--seeds=2"])
+    assert [line["seed"] for line in results()] == [1, 2]
+    assert "a record has three seeds" in capsys.readouterr().out
+    for line in results():
+        assert line["reached"] and line["val_loss"] <= 6 and line["steps"] == 40  # of 60
+        assert line["ratio"] == line["seconds"] / 2 and line["spec"]["steps"] == 60
+    speedrun.main([*track, "--seeds=3"])
+    assert [line["seed"] for line in results()] == [1, 2, 3]
+    out = capsys.readouterr().out
+    assert "seed 3: reached" in out and "seed 1: reached" not in out
+    mean = sum(line["ratio"] for line in results()) / 3
+    assert f"{mean:.1f} ± " in out and "record has three" not in out
+
+    monkeypatch.setattr(speedrun, "BAR", 1.0)
+    speedrun.main([*track, "--seeds=1", "--steps=3"])
+    assert "no record: the bar of 1.0 was not reached" in capsys.readouterr().out
+    assert results()[-1]["steps"] == 3 and not results()[-1]["reached"]
+    monkeypatch.setattr(speedrun, "SOURCE", "changed")  # other sources: not the same run
+    speedrun.main([*track, "--seeds=1", "--steps=3"])
+    assert len(results()) == 5
+
+
+def test_lab_speedrun_validation(track):
+    """Every character but the first, once, in windows of 256. A seed's weights are train.py's."""
+    given = speedrun.read_settings([*track, "--context=40"])
+    run = study.Run({**given, "seed": 2})
+    torch.manual_seed(2)
+    fresh = K3(run.model.config)
+    assert all(torch.equal(p, q) for p, q in zip(run.model.parameters(), fresh.parameters()))
+    val = torch.from_numpy(prepare.open_tokens(run.folder, "val", run.meta).astype("int64"))
+    nats, count = 0.0, 0
+    with torch.no_grad():
+        torch.nn.init.normal_(run.model.lm_head.weight, std=0.3)
+        for start in range(0, len(val) - 1, 256):
+            window = val[start:start + 257]
+            logits = run.model.eval()(window[None, :-1])[0][0]
+            nats += F.cross_entropy(logits, window[1:], reduction="sum").item()
+            count += len(window) - 1
+    assert count == len(val) - 1 and len(val) > 257
+    assert abs(speedrun.validation_loss(run) - nats / count) < 1e-5
+
+
+def test_lab_speedrun_rules(track, monkeypatch):
+    for argument, words in [
+            ("--attn_res=none", "has not attn_res=block"),
+            ("--mla_every=0", "has not both KDA and MLA layers"),
+            ("--optimizer=adamw", "has not optimizer=muon"),
+            ("--first_k_dense_replace=2", "has not an MoE layer"),
+            ("--device=cuda", "--device: a speedrun does not use that setting"),
+            ("--eval_every=5", "--eval_every: a speedrun does not use"),
+            ("--seeds=0", "at least 1")]:
+        with pytest.raises(ValueError) as caught:
+            speedrun.main([*track, argument])
+        assert words in str(caught.value)
+    monkeypatch.setattr(speedrun, "TEXT", "another")
+    with pytest.raises(ValueError, match="not tiny Shakespeare by bytes"):
+        speedrun.main(track)
+
+
+def test_lab_speedrun_yardstick(monkeypatch):
+    """nanoGPT's CPU model, of 0.80M parameters, whatever becomes of K3's sizes."""
+    made, plain = [], study.PlainGPT
+
+    def noted(*arguments, **options):
+        made.append(plain(*arguments, **options))
+        return made[-1]
+    monkeypatch.setattr(speedrun, "PlainGPT", noted)
+    assert speedrun.yardstick(steps=1) > 0
+    matrices = 4 * (4 * 128 * 128 + 2 * 128 * 512)
+    assert sum(p.numel() for p in made[0].parameters()) == matrices + (65 + 64 + 9) * 128
+
+
+# ---- lab/evaluate.py
+
+@pytest.fixture
+def judged(monkeypatch):
+    """A small K3 that reads bytes, in pieces of 7 tokens where it reads with a cache."""
+    monkeypatch.setattr(evaluate, "PIECE", 7)
+    enc = tokenizer.make("bytes", [], 257)
+    return tiny_model(vocab_size=257).eval(), enc
+
+
+def by_hand(model, enc, context, continuation):
+    """Log-likelihood and greediness of bytes after bytes, without a cache, padding or batch."""
+    before = list(context.encode()) or [tokenizer.end_of_text(enc)]
+    ids, n = torch.tensor([*before, *continuation.encode()]), len(continuation.encode())
+    with torch.no_grad():
+        logits = model(ids[None])[0][0].double().log_softmax(-1)[-n - 1:-1]
+    greedy = torch.equal(logits.argmax(-1), ids[-n:])
+    return logits.gather(1, ids[-n:, None]).sum().item(), greedy
+
+
+def test_lab_evaluate_text(judged):
+    """With all of the context, and in windows; the first byte is given and not counted."""
+    model, enc = judged
+    text = PLAY[:83]
+    ids = torch.tensor(list(text.encode()))
+    with torch.no_grad():
+        logits = model(ids[None, :-1])[0][0]
+        nats = F.cross_entropy(logits, ids[1:], reduction="none")
+        assert torch.allclose(evaluate.carried(model, ids), nats, atol=1e-5)
+        windows = [F.cross_entropy(model(ids[None, i:i + 16])[0][0][:len(ids) - 1 - i],
+                                   ids[i + 1:i + 17], reduction="none") for i in range(0, 82, 16)]
+    found = evaluate.windowed(model, ids, context=16, batch_size=2)
+    assert torch.allclose(found, torch.cat(windows), atol=1e-5) and len(found) == 82
+    line = evaluate.evaluate_text(model, enc, "play.txt", text, 16, 2)
+    whole, parts = (float(x) for x in regex.findall(r"(\d\.\d{4}) (?:bits|in windows of 16)", line))
+    assert abs(whole - nats.mean().item() / math.log(2)) < 1e-4
+    assert abs(parts - found.mean().item() / math.log(2)) < 1e-4
+    assert line.startswith("play.txt: ") and line.endswith("(83 tokens, 82 bytes)")
+    assert "windows of 500" in evaluate.evaluate_text(model, enc, "play.txt", text, 500, 2)
+    with pytest.raises(ValueError, match="a.txt: expected at least two tokens"):
+        evaluate.evaluate_text(model, enc, "a.txt", "a", 16, 2)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_lab_evaluate_choices(judged, batch_size):
+    """Likelihoods are those of each pair by itself, and each context is read once."""
+    model, enc = judged
+    scorer, read = evaluate.Scorer(model, enc, set(), batch_size), []
+    contexts = ["", "To be", "or not", "that is the question of all", "to be", "ab"]
+    endings = ["!", " in the mind", ", é, or so"]
+    texts = [(context, ending) for ending in endings for context in contexts] + [("To be", "!")]
+    count = lambda module, inputs: read.append(inputs[0].numel())
+    hook = model.embed.register_forward_pre_hook(count)
+    found = scorer.log_likelihoods([scorer.encode_pair(*pair) for pair in texts])
+    hook.remove()
+    for pair, (value, greedy) in zip(texts, found):
+        truth = by_hand(model, enc, *pair)
+        assert abs(value - truth[0]) < 1e-4 and greedy == truth[1], pair
+    if batch_size == 1:  # nothing is padded
+        after = sum(len(ending.encode()) - 1 for _, ending in texts)
+        assert sum(read) == sum(len(context) or 1 for context in contexts) + after
+    greedy = model.generate(torch.tensor([list(b"To be")]), 4, temperature=0)[0, 5:].tolist()
+    assert scorer.log_likelihoods([(list(b"To be"), greedy)])[0][1]
+    assert scorer.log_likelihoods([]) == [] and scorer.log_likelihoods([([1], [])]) == [(0.0, True)]
+
+
+def test_lab_evaluate_pairs_and_texts(judged):
+    """The cut between the two is the harness's. A text begins after an end of text."""
+    model, enc = judged
+    scorer, end = evaluate.Scorer(model, enc, set(), 4), tokenizer.end_of_text(enc)
+    assert scorer.encode_pair("", "ab") == ([end], [97, 98])
+    assert scorer.encode_pair("a \n", "b") == ([97], [32, 10, 98])
+    assert scorer.encode_pair("ab", "") == ([97, 98], [])
+    bpe = tokenizer.make("bpe", [PLAY * 20], 300)  # in which tokens join over the cut
+    scorer.enc = bpe
+    for context, continuation in (("questi", "on"), ("HAM", "LET."), ("Whether", " 'tis nobler")):
+        before, after = scorer.encode_pair(context, continuation)
+        whole = tokenizer.encode(bpe, context + continuation).tolist()
+        assert after and after == whole[len(before):]
+    scorer.enc = enc
+    assert abs(scorer.of_text(PLAY[:40]) - by_hand(model, enc, "", PLAY[:40])[0]) < 1e-4
+    assert scorer.of_text("") == 0.0
+
+
+def test_lab_evaluate_generate(judged):
+    model, enc = judged
+    scorer = evaluate.Scorer(model, enc, set(), 4)
+    ids = model.generate(torch.tensor([list(b"Good")]), 12, temperature=0)[0, 4:].tolist()
+    free = bytes(ids[:ids.index(256)] if 256 in ids else ids).decode("utf-8", "replace")
+    assert scorer.generate("Good", dict(max_gen_toks=12, until=[])) == free
+    stop = free[5]
+    assert scorer.generate("Good", dict(max_gen_toks=12, until=[stop])) == free[:free.index(stop)]
+    assert scorer.generate("Good", dict(max_gen_toks=12, until=stop)) == free[:free.index(stop)]
+    scorer.ends = {ids[2]}
+    assert len(scorer.generate("Good", dict(max_gen_toks=12))) <= 2
+
+
+@slow
+@needs_five_steps
+def test_lab_evaluate_program(seen, capsys, tmp_path):
+    """A run and its export say the same. Options that are not used are refused."""
+    Path("bom.txt").write_bytes(("\ufeff" + PLAY).encode())
+    evaluate.main([str(seen), "play.txt", "bom.txt", "--device=cpu"])
+    run = capsys.readouterr().out
+    assert run.count("\n") == 2 and "in windows of 24" in run and f"{len(PLAY):,} tokens" in run
+    model, _ = checkpoint.load_model(seen)
+    model.save_pretrained(tmp_path / "released")
+    released = str(tmp_path / "released")
+    evaluate.main([released, "play.txt", "bom.txt", "--context=24", "--device=cpu"])
+    assert capsys.readouterr().out == run
+    for arguments, words in [
+            ([str(seen)], "expected a model, and texts or --tasks"),
+            ([], "expected a model"),
+            ([str(seen), "play.txt", "--limit=3"], "--limit is for --tasks"),
+            ([str(seen), "--tasks=x", "--context=3"], "--context is for texts"),
+            ([str(seen), "play.txt", "--batch_size=0"], "--batch_size of at least 1"),
+            (["out/nowhere", "play.txt"], "no checkpoint in out/nowhere")]:
+        with pytest.raises(ValueError) as caught:
+            evaluate.main(arguments)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+HARNESS = {
+    "choices.json": [
+        dict(question="To be, or", choices=[" not to be", " to see", " é"], gold=0),
+        dict(question="Good my", choices=[" lord", " day to you", " end"], gold=1),
+        dict(question="that is the", choices=[" question", " mind", " nobler"], gold=2)],
+    "texts.json": [dict(text=PLAY[:60]), dict(text=PLAY[60:90])]}
+
+
+@slow
+@pytest.mark.skipif(not find_spec("lm_eval"), reason="lm-eval is not installed")
+def test_lab_evaluate_harness(judged, tmp_path, monkeypatch):
+    """Local tasks of the harness, without a network: its accuracy and perplexity, by hand."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    for name, rows in HARNESS.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = "dataset_path: json\ntest_split: test\ndataset_kwargs:\n  data_files:\n    test: "
+    (tmp_path / "choices.yaml").write_text(
+        f"task: choices\n{common}{tmp_path}/choices.json\noutput_type: multiple_choice\n"
+        'doc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: gold\n'
+        'target_delimiter: ""\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n')
+    (tmp_path / "texts.yaml").write_text(
+        f"task: texts\n{common}{tmp_path}/texts.json\noutput_type: loglikelihood_rolling\n"
+        'doc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list:\n  - metric: bits_per_byte\n')
+    model, enc = judged
+    ids = model.generate(torch.tensor([list(b"Good")]), 5, temperature=0)[0, 4:].tolist()
+    written = bytes(ids[:ids.index(256)] if 256 in ids else ids).decode("utf-8", "replace")
+    (tmp_path / "writes.json").write_text("".join(
+        json.dumps(dict(text=text)) + "\n" for text in (written, written + "?")))
+    (tmp_path / "writes.yaml").write_text(
+        f"task: writes\n{common}{tmp_path}/writes.json\noutput_type: generate_until\n"
+        'doc_to_text: "Good"\ndoc_to_target: "{{text}}"\ngeneration_kwargs:\n  until: ["@@@"]\n'
+        "  max_gen_toks: 5\nmetric_list:\n  - metric: exact_match\n")
+    options = dict(tasks="choices,texts,writes", task_folder=str(tmp_path), few_shot=0, limit=0)
+    table = evaluate.run_tasks(evaluate.Scorer(model, enc, set(), 2), options)
+    rows = [line.split("|") for line in table.splitlines() if "↑" in line or "↓" in line]
+    values = {cells[5].strip(): float(cells[7]) for cells in rows}
+
+    right = normed = bits = size = 0
+    for row in HARNESS["choices.json"]:
+        scores = [by_hand(model, enc, row["question"], choice)[0] for choice in row["choices"]]
+        right += scores.index(max(scores)) == row["gold"]
+        scores = [score / len(choice) for score, choice in zip(scores, row["choices"])]
+        normed += scores.index(max(scores)) == row["gold"]
+    for row in HARNESS["texts.json"]:
+        bits -= by_hand(model, enc, "", row["text"])[0] / math.log(2)
+        size += len(row["text"].encode())
+    assert abs(values["acc"] - right / 3) < 1e-3 and abs(values["acc_norm"] - normed / 3) < 1e-3
+    assert abs(values["bits_per_byte"] - bits / size) < 1e-3
+    assert values["exact_match"] == 0.5
+    with pytest.raises(ValueError, match="the harness has no task nothing"):
+        evaluate.run_tasks(evaluate.Scorer(model, enc, set(), 2), options | dict(tasks="nothing"))
+
+
+def test_lab_evaluate_without_harness(judged, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match="pip install lm-eval"):
+        evaluate.run_tasks(evaluate.Scorer(*judged, set(), 2), dict(tasks="x"))
