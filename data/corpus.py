@@ -260,16 +260,17 @@ def own_text(arguments, skipped):
 def each_once(matches, skipped):
     seen = set()
     for match in matches:
-        files = files_of(match, skipped, set()) if match.is_dir() else [match]
+        files = files_of(match, skipped, set()) if os.path.isdir(match) else [match]
         for path in files:
-            if path.resolve() not in seen:
-                seen.add(path.resolve())
+            real = os.path.realpath(path)
+            if real not in seen:
+                seen.add(real)
                 yield path, path is match
 
 
 def files_of(folder, skipped, read):
     """Every file below a folder that is not hidden, in order. read: the folders that were read."""
-    real = folder.resolve()
+    real = Path(os.path.realpath(folder))
     if real in read:
         return
     read.add(real)
@@ -281,9 +282,9 @@ def files_of(folder, skipped, read):
     for path in entries:
         if path.name.startswith("."):
             continue
-        if not path.is_dir():
+        if not os.path.isdir(path):
             yield path
-        elif path.is_symlink() and real.is_relative_to(path.resolve()):
+        elif path.is_symlink() and real.is_relative_to(os.path.realpath(path)):
             skipped.setdefault("a link to a folder above it", []).append(path)
         else:
             yield from files_of(path, skipped, read)

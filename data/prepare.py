@@ -83,21 +83,10 @@ def prepare(sources, name, which="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fra
     try:
         with only_writer(folder):
             check_owner(folder)
-            temporary = {file: folder / f"{file}.tmp" for file in FILES}
-            try:
-                meta = {"name": name, **write_all(text, cut, enc, temporary, workers)}
-                write_text(temporary["meta.json"], json.dumps(meta, indent=1))
-            except BaseException:
-                for path in temporary.values():
-                    path.unlink(missing_ok=True)
-                raise
-            (folder / "meta.json").unlink(missing_ok=True)
-            for file in FILES:                     # meta.json last: with it the data set is whole
-                os.replace(temporary[file], folder / file)
+            return write_data_set(text, cut, enc, folder, workers)
     except OSError as error:
         raise OSError(f"could not write {folder} ({error.strerror or error}); make room or give "
                       "access, and try again") from None
-    return meta
 
 
 def training_sample(text, cut, most):
@@ -112,8 +101,23 @@ def training_sample(text, cut, most):
             yield piece
 
 
-def write_all(text, cut, enc, paths, workers):
-    """Every file but meta.json → meta.json's content."""
+def write_data_set(text, cut, enc, folder, workers):
+    temporary = {file: folder / f"{file}.tmp" for file in FILES}
+    try:
+        meta = {"name": folder.name, **write_all_but_meta(text, cut, enc, temporary, workers)}
+        write_text(temporary["meta.json"], json.dumps(meta, indent=1))
+    except BaseException:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+        raise
+    (folder / "meta.json").unlink(missing_ok=True)
+    for file in FILES:                             # meta.json last: with it the data set is whole
+        os.replace(temporary[file], folder / file)
+    return meta
+
+
+def write_all_but_meta(text, cut, enc, paths, workers):
+    """→ what meta.json says of the files."""
     tokens, sizes, digest = dict(train=0, val=0), dict(train=0, val=0), hashlib.sha256()
     for split, part in itertools.groupby(pieces(text, cut, "encoding"), lambda piece: piece[0]):
         texts, path = (piece for _, piece in part), paths[f"{split}.bin"]
@@ -208,24 +212,23 @@ def survey(sources, skipped=None, left=NO_LIMIT, text_key="text", starts=None):
     skipped: {why: [sources]}.
     """
     found, now, skipped = [], dict(left), {} if skipped is None else skipped
-    progress = Progress("reading")
-    for source, must in sources:
-        characters, after = 0, dict(now)
-        try:
-            for block, _ in corpus.limited(corpus.blocks(source, text_key, starts), after):
-                characters += len(block)
-                progress.at(left["bytes"] - after["bytes"])
-        except corpus.NotText as error:
-            if must:
-                raise ValueError(f"{source} is {error}") from None
-            skipped.setdefault(str(error), []).append(source)
-            continue
-        now = after
-        if characters:
-            found.append((source, characters))
-        if min(now.values()) <= 0:
-            break
-    progress.end()
+    with Progress("reading") as progress:
+        for source, must in sources:
+            characters, after = 0, dict(now)
+            try:
+                for block, _ in corpus.limited(corpus.blocks(source, text_key, starts), after):
+                    characters += len(block)
+                    progress.at(left["bytes"] - after["bytes"])
+            except corpus.NotText as error:
+                if must:
+                    raise ValueError(f"{source} is {error}") from None
+                skipped.setdefault(str(error), []).append(source)
+                continue
+            now = after
+            if characters:
+                found.append((source, characters))
+            if min(now.values()) <= 0:
+                break
     total = sum(characters for _, characters in found)
     if not total:
         also = corpus.told(skipped)
@@ -242,9 +245,7 @@ def pieces(text, cut, doing=""):
     Pieces have the tokens of the whole text: documents are cut where no tokenizer joins anything.
     """
     split, position, held, ended = "train", 0, "", False
-    progress = Progress(doing, text.bytes)
-    for block, ends in blocks(text):
-        progress.at(text.bytes * position / text.characters)
+    for block, ends in shown(blocks(text), text, doing):
         while block:
             if ended:
                 yield split, None
@@ -263,7 +264,6 @@ def pieces(text, cut, doing=""):
             if held:
                 yield split, held
             ended, held = position > 0, ""
-    progress.end()
 
 
 def blocks(text):
@@ -298,12 +298,28 @@ class Progress:
         self.last, rate = now, size / (now - self.began) or 1
         left = f", {(self.total - size) / rate / 60:.0f} minutes left" if self.total else ""
         line = f"{self.doing}: {size / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s{left}"
-        print(f"\r{line:<70}" if self.live else line, end="" if self.live else "\n",
-              file=sys.stderr, flush=True)
+        self.say(f"\r{line:<70}" if self.live else f"{line}\n")
 
-    def end(self):
-        if self.live and self.last > self.began:
-            print(f"\r{'':<70}\r", end="", file=sys.stderr, flush=True)
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.live and self.last > self.began:       # what is said next gets a line of its own
+            self.say(f"\r{'':<70}\r")
+
+    def say(self, text):
+        with contextlib.suppress(OSError):             # a reader that went away is no reason to end
+            print(text, end="", file=sys.stderr, flush=True)
+
+
+def shown(blocks, text, doing):
+    """The same blocks, with Progress."""
+    seen = 0
+    with Progress(doing, text.bytes) as progress:
+        for block, ends in blocks:
+            yield block, ends
+            seen += len(block)
+            progress.at(text.bytes * seen / text.characters)
 
 
 # SAFE_CUT, one line end between a mark and a letter: no tokenizer has a piece across it, nor looks
@@ -350,6 +366,8 @@ def only_writer(folder):
         except BlockingIOError:
             raise ValueError(f"another prepare.py is writing {folder}; wait for it, or give "
                              "another --name") from None
+        except OSError:
+            pass                                       # some network disks have no locks
         yield
     finally:
         os.close(handle)
@@ -438,6 +456,9 @@ def main(arguments):
     else:
         found = corpus.own_text(sources, skipped)
     name = data_name(given["name"], "name" in asked, sources)
+    # Two errors that should come before the reading, not after it
+    check_owner(HERE / name)
+    tokenizer.make(given["tokenizer"], (), 257)
     text = survey(found, skipped, left, named.key if named else given["text_key"],
                   named.starts if named else None)
     check_text_key("text_key" in asked, text)
@@ -500,7 +521,7 @@ def check_text_key(asked, text):
 def data_name(name, asked, sources):
     """The data set's name: as asked for, or that of the one source. It becomes that of a folder."""
     if not asked and len(sources) == 1:
-        path = Path(os.path.expanduser(sources[0])).resolve()
+        path = Path(os.path.realpath(os.path.expanduser(sources[0])))
         if sources[0] in ("shakespeare", "stdlib", *corpus.CORPORA):
             name = sources[0]
         elif path.is_file():
