@@ -24,7 +24,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ops import RMSNorm, exchange, fp32, kernels, linears
+from dispatch import exchange
+from ops import RMSNorm, fp32, kernels, linears
 
 # --------------------------------------------------------------------------------------------------
 # 1. The recurrence

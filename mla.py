@@ -12,12 +12,15 @@ reads the keys and values of every head out of c.
 
 `expanded` is these lines. `absorbed` is the same for cached tokens, without expanding them.
 """
+import operator
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from ops import RMSNorm, exchange, fp32, linears
+from dispatch import pass_on
+from ops import RMSNorm, fp32, linears
 
 
 class GatedMLA(nn.Module):
@@ -104,11 +107,8 @@ class GatedMLA(nn.Module):
         Context parallelism: latents (B, T, R + rope) go to this rank and all later ones → those
         from the start of the sequence to here, (B, S, R + rope).
         """
-        rank, ranks = self.context_group.rank(), range(self.context_group.size())
-        receive, send = [int(r <= rank) for r in ranks], [int(r >= rank) for r in ranks]
-        copies = latents.expand(sum(send), *latents.shape)
-        got = exchange(copies, send, receive, self.context_group)  # (rank + 1, B, T, ·)
-        return torch.cat(got.unbind(0), dim=1)
+        parts = pass_on(latents, self.context_group, operator.le)  # (rank + 1, B, T, ·)
+        return torch.cat(parts.unbind(0), dim=1)
 
 
 def append(cache, new):

@@ -20,14 +20,13 @@ expert j needs the bias α − s_j. The k/E quantile of that over the tokens is 
 of them take the expert: a perfect load.
 """
 import math
-from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ops import RMSNorm, by_hand, exchange, fp32, kernels, linears, triton_takes
+from dispatch import at_home, dispatch, exchange, is_home, plan_redundant  # noqa: F401
+from ops import RMSNorm, by_hand, fp32, keep_dtype, kernels, linears, triton_takes
 
 
 def moe_definition(layer, x):
@@ -184,7 +183,7 @@ class QuantileHistogram(nn.Module):
             return bias - bias.mean()
         q = m * k / E
         total = self.counts.cumsum(1)  # (E, bins) int64
-        reached = (total < math.ceil(q)).sum(1, keepdim=True)  # (E, 1): the first bin to reach it
+        reached = (total < math.ceil(q)).sum(1, keepdim=True)  # (E, 1): first with ≥ ceil(q)
         inside = self.counts.gather(1, reached)
         before = total.gather(1, reached) - inside
         low, high = bias.min() - 1, bias.max() + 1
@@ -239,9 +238,10 @@ class LatentMoE(nn.Module):
             scores = F.linear(fp32(x), fp32(self.router.weight)).sigmoid()  # (m, E)
         chosen, cutoff = choose(scores.detach(), self.router_bias, self.k)
         p = scores.gather(1, chosen)  # the score itself, never the biased one
-        # Each token of training counts once; evaluation and sampling do not. A forward recomputed
-        # inside a backward counts only where that goes on through its own p: so it is for a
-        # reentrant checkpoint, whose first forward ran under no_grad.
+        # Each token of training counts once; evaluation and sampling do not. A reentrant checkpoint
+        # runs its first forward without gradients and a second one inside backward. The second
+        # counts, by a hook that fires only if its p gets a gradient: a forward that is recomputed
+        # only to be thrown away gets none.
         if self.training and torch.is_grad_enabled():
             def count(*_):
                 self.observe(scores.detach(), chosen, cutoff, counted)
@@ -276,12 +276,13 @@ class LatentMoE(nn.Module):
     def experts(self, z, chosen, p):
         """z (m, ℓ), chosen, p (m, k) → Σ p · expert(z), (m, ℓ)."""
         (m, width), k = z.shape, self.k
-        by_expert, order = chosen.flatten().sort(stable=True)  # (m·k): a row per token and choice
+        # a row per token and choice, (m·k); order: where in chosen.flatten() it was
+        by_expert, order = chosen.flatten().sort(stable=True)
         w13, w2 = (_MXFP4.apply(w) if self.qat else w for w in (self.w13, self.w2))
         w13, w2 = w13.to(z.dtype).flatten(1, 2), w2.to(z.dtype)  # (E, 2·hidden, ℓ), (E, ℓ, hidden)
         if self.group:
             way = dispatch(by_expert, self.E, self.group, self.balance_ranks)
-            order = order[way.by_rank]
+            order = order[way.by_worker]
         inverse = inverse_of(order)
         rows = _Reorder.apply(z, order, inverse, k)  # (m·k, ℓ)
         if self.group:
@@ -303,11 +304,11 @@ class LatentMoE(nn.Module):
         group = self.group
         rows = exchange(rows, way.send, way.receive, group)  # (n, ℓ), by source, then by expert
         if self.balance_ranks:  # borrowed experts come after our own
-            w13, w2 = (torch.cat([w, exchange(w[way.lend], way.lend_send, way.lend_receive, group)])
-                       for w in (w13, w2))
-        rows = _Reorder.apply(rows, way.by_slot, way.by_slot_back)  # (n, ℓ), by expert
-        out = self.products(rows, w13, w2, way.ends)
-        out = _Reorder.apply(out, way.by_slot_back, way.by_slot)
+            counts = way.lend_counts, way.borrow_counts
+            w13, w2 = (torch.cat([w, exchange(w[way.lend], *counts, group)]) for w in (w13, w2))
+        inverse = inverse_of(way.by_slot)
+        rows = _Reorder.apply(rows, way.by_slot, inverse)  # (n, ℓ), by expert
+        out = _Reorder.apply(self.products(rows, w13, w2, way.ends), inverse, way.by_slot)
         return exchange(out, way.receive, way.send, group)
 
     def share_experts(self, group, balance_ranks=False):
@@ -318,11 +319,7 @@ class LatentMoE(nn.Module):
         self.group, self.balance_ranks = group, balance_ranks
 
     def _apply(self, fn, recurse=True):
-        """A cast (.bfloat16(), .to(dtype)) moves the router bias, but leaves it in fp32."""
-        def keep(x):
-            y = fn(x)
-            return x.to(y.device) if x is self.router_bias and y.dtype != x.dtype else y
-        return super()._apply(keep, recurse)
+        return super()._apply(keep_dtype(fn, self.router_bias), recurse)
 
 
 def grouped_mm(x, w, ends):
@@ -391,92 +388,3 @@ class _MXFP4(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return dy
-
-
-# ------------------------------------------------------------------------------------------------
-# Experts over ranks. Each rank is home to E / ranks experts, in order. What travels for a token and
-# expert, there and back, is its latent of ℓ numbers: in bf16 8·k·ℓ bytes a token, with backward.
-# Nothing is dropped and nothing padded; a rank may get any number of rows, even none.
-
-def is_home(E, ranks):
-    """→ (ranks, E) bool: whether the rank is home to the expert."""
-    return torch.arange(E) // (E // ranks) == torch.arange(ranks).unsqueeze(1)
-
-
-def at_home(counts, ranks):
-    """counts (E): tokens per expert → (ranks, E) int64: who computes them, if no expert is lent."""
-    return is_home(len(counts), ranks) * counts.long()
-
-
-def plan_redundant(counts, ranks):
-    """
-    Even loads by lending experts (§5.2.1, App. E: MoonEP). counts (E) int: tokens per expert, E a
-    multiple of ranks → (ranks, E) int64: the tokens of each expert that each rank computes. All
-    ranks get the same number of tokens, to one where it does not divide, and borrow at most E/ranks
-    experts.
-
-    One rank after another is filled up, from the one rank that has most: it takes that rank's
-    largest experts, whole but for the last. A giver may be left with too little; then it is filled
-    in its turn. No rank is filled twice, so no rank borrows from two homes.
-    """
-    E = len(counts)
-    if E % ranks:
-        raise ValueError(f"plan_redundant: {E} experts cannot be split evenly over {ranks} ranks")
-    own = E // ranks
-    plan = at_home(torch.as_tensor(counts).cpu(), ranks).tolist()
-    share, rest = divmod(sum(map(sum, plan)), ranks)
-    excess = [sum(row) - share - (rank < rest) for rank, row in enumerate(plan)]
-    while any(excess):
-        low = min(range(ranks), key=excess.__getitem__)
-        high = max(range(ranks), key=excess.__getitem__)  # holds more than a full share: enough
-        largest_first = sorted(range(high * own, high * own + own), key=lambda e: -plan[high][e])
-        for e in largest_first:
-            moved = min(plan[high][e], -excess[low])
-            plan[high][e] -= moved
-            plan[low][e] += moved
-            excess[high] -= moved
-            excess[low] += moved
-    return torch.tensor(plan)
-
-
-@torch.compiler.disable
-@torch.no_grad()
-def dispatch(by_expert, E, group, balance_ranks):
-    """
-    by_expert (rows): the expert of each of this rank's rows, ascending. The ranks exchange E counts
-    each, and all derive the same plan from them. → a namespace:
-
-        by_rank                           order that sorts this rank's rows by who computes them
-        send, receive                     rows to and from each rank
-        by_slot, by_slot_back             order that sorts the rows that came by expert; its inverse
-        ends                              where the rows of each expert computed here end
-        lend, lend_send, lend_receive     own experts to lend; how many to and from each rank
-    """
-    ranks, me, device = group.size(), group.rank(), by_expert.device
-    own = E // ranks
-    all_counts = torch.empty(ranks, E, dtype=torch.int64, device=device)
-    dist.all_gather(list(all_counts), torch.bincount(by_expert, minlength=E), group=group)
-    counts = all_counts.cpu()  # (source, E)
-    plan = (plan_redundant if balance_ranks else at_home)(counts.sum(0), ranks)  # (worker, E)
-
-    # all rows of an expert stand in one line, rank 0's first; workers take from its head, in order
-    came_end, taken_end = counts.cumsum(0).unsqueeze(1), plan.cumsum(0)
-    came_start, taken_start = came_end - counts.unsqueeze(1), taken_end - plan
-    overlap = torch.minimum(came_end, taken_end) - torch.maximum(came_start, taken_start)
-    flow = overlap.clamp(min=0)  # (source, worker, E)
-    worker = torch.arange(ranks).repeat(E).repeat_interleave(flow[me].T.flatten())  # (rows)
-
-    borrows = (plan > 0) & ~is_home(E, ranks)  # (worker, E)
-    lent = borrows.view(ranks, ranks, own).sum(-1)  # (worker, home): how many experts
-    ours = slice(me * own, me * own + own)
-    here = torch.cat([torch.arange(E)[ours], borrows[me].nonzero().squeeze(1)])  # computed here
-    slot = torch.full((E,), -1).scatter_(0, here, torch.arange(len(here)))
-    slot_of_row = slot.repeat(ranks).repeat_interleave(flow[:, me].flatten())  # (n) rows that come
-    by_slot = slot_of_row.argsort(stable=True)
-    return SimpleNamespace(
-        by_rank=worker.argsort(stable=True).to(device),
-        send=flow[me].sum(1).tolist(), receive=flow[:, me].sum(1).tolist(),
-        by_slot=by_slot.to(device), by_slot_back=inverse_of(by_slot).to(device),
-        ends=plan[me, here].cumsum(0).int().to(device),
-        lend=borrows[:, ours].nonzero()[:, 1].to(device),
-        lend_send=lent[:, me].tolist(), lend_receive=lent[me].tolist())

@@ -1,11 +1,10 @@
 """
-What the parts share: fp32, backward passes by hand, RMSNorm, linear maps of one x, exchange between
-ranks, and the question whether a Triton kernel takes a tensor.
+What the parts share: whether a Triton kernel takes a tensor, what stays in fp32, backward passes by
+hand, RMSNorm, and linear maps of one x.
 """
 import functools
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -23,12 +22,25 @@ def triton_takes(x):
     torch.compile, which fuses by itself.
     """
     fits = x.is_cuda and x.dtype != torch.float64
-    return kernels and fits and not torch.compiler.is_compiling()
+    return kernels is not None and fits and not torch.compiler.is_compiling()
 
 
 def fp32(x):
     """x in at least fp32: for what bf16 must not round. fp64 stays, so tests see every digit."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def keep_dtype(fn, *tensors):
+    """
+    For a module's _apply: fn, which is a cast or a move (.bfloat16(), .to(…)), but these tensors
+    and their gradients are only moved.
+    """
+    kept = {id(x) for p in tensors for x in (p, p.grad)}
+
+    def apply(x):
+        y = fn(x)
+        return x.to(y.device) if id(x) in kept and y.dtype != x.dtype else y
+    return apply
 
 
 def by_hand(backward):
@@ -109,31 +121,3 @@ class _Linears(torch.autograd.Function):
         rows = x.flatten(0, -2).to(dtype)
         dweights = [(dy.mT @ rows).to(w.dtype) for dy, w in zip(dys, weights)]
         return dx.view(x.shape).to(x.dtype), *dweights
-
-
-# ------------------------------------------------------------------------------------------------
-# Exchange of rows between the ranks of a process group
-
-@torch.compiler.disable
-def exchange(x, send, receive, group):
-    """
-    x (rows, …): the first send[0] rows go to rank 0, the next send[1] to rank 1, … → what came,
-    (sum(receive), …), rank 0's rows first. Gradients go back to where the rows came from. Every
-    rank of the group must call this and go backward through it, even one without rows.
-    """
-    return _Exchange.apply(x, send, receive, group)
-
-
-class _Exchange(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, x, send, receive, group):
-        ctx.way_back = receive, send, group
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        return _Exchange.apply(dout, *ctx.way_back), None, None, None

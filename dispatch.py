@@ -1,0 +1,143 @@
+"""
+Between ranks: who computes which experts, and who sends what to whom (report §5.2.1, App. E:
+MoonEP).
+
+Each rank has tokens of its own and is home to E / ranks experts, in order. A row is the latent of
+one token for one of its experts, ℓ numbers. With 2 ranks, 4 experts, and a row written as its
+expert's number:
+
+              its rows          sorted by worker     what comes           sorted by expert
+    rank 0    0 0 1 1 2 3       0 0 1 1 | 2 3        0 0 1 1 | 0 0        0 0 0 0 | 1 1
+    rank 1    0 0 1 1 1 2       0 0 | 1 1 1 2        2 3 | 1 1 1 2        2 2 | 3 | 1 1 1
+
+The results go back the same way. At home, experts 0 and 1 would have 9 rows and experts 2 and 3
+only 3; so rank 0 lends expert 1, weights and all, to rank 1, which computes three of its five rows
+after its own experts'. Nothing is dropped and nothing padded; a rank may get any number of rows,
+even none. There and back, forward and backward, a token costs 8·k·ℓ bytes in bf16.
+"""
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from ops import by_hand
+
+
+def is_home(E, ranks):
+    """→ (ranks, E) bool: whether the rank is home to the expert."""
+    return torch.arange(E) // (E // ranks) == torch.arange(ranks).unsqueeze(1)
+
+
+def at_home(counts, ranks):
+    """counts (E): tokens per expert → (ranks, E) int64: who computes them, if no expert is lent."""
+    return is_home(len(counts), ranks) * counts.long()
+
+
+def plan_redundant(counts, ranks):
+    """
+    Even loads by lending experts. counts (E) int: tokens per expert, E a multiple of ranks →
+    (ranks, E) int64: the tokens of each expert that each rank computes. All ranks get the same
+    number of tokens, to one where it does not divide, and borrow at most E/ranks experts.
+
+    One rank after another is filled up, from the one rank that has most: it takes that rank's
+    largest experts, whole but for the last. A giver may be left with too little; then it is filled
+    in its turn. No rank is filled twice, so no rank borrows from two homes.
+    """
+    E = len(counts)
+    if E % ranks:
+        raise ValueError(f"plan_redundant: {E} experts cannot be split evenly over {ranks} ranks")
+    own = E // ranks
+    plan = at_home(torch.as_tensor(counts).cpu(), ranks).tolist()
+    share, rest = divmod(sum(map(sum, plan)), ranks)
+    excess = [sum(row) - share - (rank < rest) for rank, row in enumerate(plan)]
+    while any(excess):
+        low = min(range(ranks), key=excess.__getitem__)
+        high = max(range(ranks), key=excess.__getitem__)  # has more than a whole share to give
+        largest_first = sorted(range(high * own, high * own + own), key=lambda e: -plan[high][e])
+        for e in largest_first:
+            moved = min(plan[high][e], -excess[low])
+            plan[high][e] -= moved
+            plan[low][e] += moved
+            excess[high] -= moved
+            excess[low] += moved
+    return torch.tensor(plan)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def dispatch(by_expert, E, group, balance_ranks):
+    """
+    by_expert (rows): the expert of each of this rank's rows, ascending. The ranks exchange E counts
+    each, and all derive the same plan from them. → a namespace:
+
+        by_worker                          order that sorts this rank's rows by who computes them
+        send, receive                      rows to and from each rank
+        by_slot                            order that sorts the rows that came by expert
+        ends                               where the rows of each expert computed here end
+        lend, lend_counts, borrow_counts   own experts to lend; how many to and from each rank
+    """
+    ranks, me, device = group.size(), group.rank(), by_expert.device
+    own = E // ranks
+    all_counts = torch.empty(ranks, E, dtype=torch.int64, device=device)
+    dist.all_gather(list(all_counts), torch.bincount(by_expert, minlength=E), group=group)
+    counts = all_counts.cpu()  # (source, E)
+    plan = (plan_redundant if balance_ranks else at_home)(counts.sum(0), ranks)  # (worker, E)
+
+    # all rows of an expert stand in one line, rank 0's first; workers take from its head, in order
+    came_end = counts.cumsum(0).unsqueeze(1)  # (source, 1, E)
+    taken_end = plan.cumsum(0)  # (worker, E)
+    came_start, taken_start = came_end - counts.unsqueeze(1), taken_end - plan
+    overlap = torch.minimum(came_end, taken_end) - torch.maximum(came_start, taken_start)
+    flow = overlap.clamp(min=0)  # (source, worker, E)
+    worker = torch.arange(ranks).repeat(E).repeat_interleave(flow[me].T.flatten())  # (rows)
+
+    borrows = (plan > 0) & ~is_home(E, ranks)  # (worker, E)
+    lent = borrows.view(ranks, ranks, own).sum(-1)  # (worker, home): how many experts
+    ours = slice(me * own, me * own + own)
+    here = torch.cat([torch.arange(E)[ours], borrows[me].nonzero().squeeze(1)])  # computed here
+    slot = torch.full((E,), -1).scatter_(0, here, torch.arange(len(here)))
+    slot_of_row = slot.repeat(ranks).repeat_interleave(flow[:, me].flatten())  # (n) rows that come
+    return SimpleNamespace(
+        by_worker=worker.argsort(stable=True).to(device),
+        send=flow[me].sum(1).tolist(), receive=flow[:, me].sum(1).tolist(),
+        by_slot=slot_of_row.argsort(stable=True).to(device),
+        ends=plan[me, here].cumsum(0).int().to(device),
+        lend=borrows[:, ours].nonzero()[:, 1].to(device),
+        lend_counts=lent[:, me].tolist(), borrow_counts=lent[me].tolist())
+
+
+# ------------------------------------------------------------------------------------------------
+# The sending itself
+
+@torch.compiler.disable
+def exchange(x, send, receive, group):
+    """
+    x (rows, …): the first send[0] rows go to rank 0, the next send[1] to rank 1, … → what came,
+    (sum(receive), …), rank 0's rows first. Gradients go back to where the rows came from. Every
+    rank of the group must call this and go backward through it, even one without rows.
+    """
+    return _Exchange.apply(x, send, receive, group)
+
+
+class _Exchange(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.way_back = receive, send, group
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+        return out
+
+    @by_hand
+    def backward(ctx, dout):
+        return _Exchange.apply(dout, *ctx.way_back), None, None, None
+
+
+def pass_on(x, group, goes):
+    """
+    Context parallelism: x of every rank goes, whole, to each rank `to` with goes(rank, to).
+    x (…) → what came, (ranks that sent, …), by rank. All ranks' x have one shape.
+    """
+    rank, ranks = group.rank(), range(group.size())
+    send, receive = [int(goes(rank, r)) for r in ranks], [int(goes(r, rank)) for r in ranks]
+    return exchange(x.expand(sum(send), *x.shape), send, receive, group)
