@@ -296,27 +296,10 @@ def bench_profile(*arguments):
     model = K3(config).train().to(device)
     optimizer = model.configure_optimizers(settings.lr, settings.weight_decay,
                                            optimizer=settings.optimizer)
+    clock = Clock(device)
     idx = torch.randint(0, config.vocab_size, (settings.batch_size, settings.context),
                         device=device)
-    clock = Clock(device)
-
-    def step():
-        clock.enter("forward", "loss and what is left")
-        for _ in range(settings.grad_accum):
-            with autocast:
-                loss = model(idx, idx)[1]
-            clock.enter("backward", "loss and what is left")
-            loss.backward()
-            loss.item()
-            clock.enter("forward", "loss and what is left")
-        clock.enter("update", "gradient norm")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        clock.enter("update", "Muon and AdamW but for that")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        clock.enter("update", "router bias")
-        model.update_router_bias()
-        clock.enter("", "")
+    step = lambda: timed_step(clock, model, optimizer, [idx] * settings.grad_accum, autocast)
 
     began = now()
     step()
@@ -336,6 +319,26 @@ def bench_profile(*arguments):
           f"{str(dtype)[6:]}{words}; a step takes {plain * 1e3:,.0f} ms, with the clock "
           f"{statistics.median(times) * 1e3:,.0f} ms\n")
     clock.print_table(runs)
+
+
+def timed_step(clock, model, optimizer, batches, autocast):
+    """A training step. The clock hears here of the phases, and of what is no part of the model."""
+    clock.enter("forward", "loss and what is left")
+    for idx in batches:
+        with autocast:
+            loss = model(idx, idx)[1]
+        clock.enter("backward", "loss and what is left")
+        loss.backward()
+        loss.item()
+        clock.enter("forward", "loss and what is left")
+    clock.enter("update", "gradient norm")
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+    clock.enter("update", "Muon and AdamW but for that")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    clock.enter("update", "router bias")
+    model.update_router_bias()
+    clock.enter("", "")
 
 
 class Clock:
