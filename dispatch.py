@@ -1,6 +1,6 @@
 """
-Between ranks: who computes which experts, and who sends what to whom (report §5.2.1, App. E:
-MoonEP).
+Between ranks: who does what, and who sends what to whom. First experts over ranks (report §5.2.1,
+App. E: MoonEP), then the sending itself, then an optimizer's work shared out.
 
 Each rank has tokens of its own and is home to E / ranks experts, in order. A row is the latent of
 one token for one of its experts, ℓ numbers. With 2 ranks, 4 experts, and a row written as its
@@ -107,7 +107,7 @@ def dispatch(by_expert, E, group, balance_ranks):
 
 
 # ------------------------------------------------------------------------------------------------
-# The sending itself
+# The sending itself: rows to chosen ranks, and one tensor to many
 
 @torch.compiler.disable
 def exchange(x, send, receive, group):
@@ -141,3 +141,31 @@ def pass_on(x, group, goes):
     rank, ranks = group.rank(), range(group.size())
     send, receive = [int(goes(rank, r)) for r in ranks], [int(goes(r, rank)) for r in ranks]
     return exchange(x.expand(sum(send), *x.shape), send, receive, group)
+
+
+# ------------------------------------------------------------------------------------------------
+# The optimizer's work: of parameters that all ranks of a group hold alike, each steps a share
+
+def share_out(params, ranks):
+    """Parameters → `ranks` lists of about equal size. By shapes alone: every rank gets the same."""
+    shares, load = [[] for _ in range(ranks)], [0] * ranks
+    for p in sorted(params, key=lambda p: -p.numel()):
+        least = load.index(min(load))
+        shares[least].append(p)
+        load[least] += p.numel()
+    return shares
+
+
+@torch.no_grad()
+def hand_round(shares, group):
+    """
+    Every rank's own parameters to all ranks of the group, in place, one message from each. (One
+    all-gather would pad each share to the largest, which holds the embedding.)
+    """
+    for rank, share in enumerate(shares):
+        if share:
+            values = torch.cat([p.flatten() for p in share])  # mixed dtypes: in the widest
+            dist.broadcast(values, group=group, group_src=rank)
+            if rank != group.rank():
+                for p, value in zip(share, values.split([p.numel() for p in share])):
+                    p.copy_(value.view(p.shape))

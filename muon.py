@@ -14,7 +14,8 @@ parameter has which. What is no matrix of a linear map (embedding, norms, biases
 torch's AdamW.
 """
 import torch
-import torch.distributed as dist
+
+from dispatch import hand_round, share_out
 
 
 def newton_schulz(G, steps=5):
@@ -34,8 +35,8 @@ def newton_schulz(G, steps=5):
     X = X / torch.where(largest > 0, largest, 1)
     X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp(min=1)
     X = X.to(work).reshape(-1, *X.shape[-2:])  # (blocks, rows, cols)
-    # X ← a X + b A X + c A² X with A = X Xᵀ: five rounds of this quintic take every singular value
-    # in (0, 1] to about 1
+    # X ← a X + b A X + c A² X with A = X Xᵀ: five rounds of this quintic bring singular values
+    # from (0, 1] to about 1
     for _ in range(steps):
         A = torch.bmm(X, X.mT)
         B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)  # b A + c A²
@@ -62,8 +63,7 @@ class Muon(torch.optim.Optimizer):
                                      f"with rows in {group['blocks']} equal blocks")
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self):
         todo = {}  # shape of a block → [(parameter, its group, its update in blocks)]
         for group in self.param_groups:
             for p in group["params"]:
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
                 if "momentum" not in self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
                 momentum = self.state[p]["momentum"].mul_(group["momentum"]).add_(g)
-                update = g.add(momentum, alpha=group["momentum"])
+                update = g.add(momentum, alpha=group["momentum"])  # Nesterov
                 rows, cols = p.shape[-2] // group["blocks"], p.shape[-1]
                 same_shape = todo.setdefault((rows, cols, p.dtype, p.device), [])
                 same_shape.append((p, group, update.view(-1, rows, cols)))
@@ -84,7 +84,6 @@ class Muon(torch.optim.Optimizer):
             for (p, group, _), o in zip(same_shape, O.split([len(update) for update in updates])):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(o.reshape(p.shape), alpha=-group["lr"] * 0.2 * max(rows, cols) ** 0.5)
-        return loss
 
 
 class MuonAdamW:
@@ -132,31 +131,6 @@ class MuonAdamW:
     def load_state_dict(self, state):
         self.muon.load_state_dict(state["muon"])
         self.adamw.load_state_dict(state["adamw"])
-
-
-def share_out(params, ranks):
-    """Parameters → `ranks` lists of about equal size. By shapes alone: every rank gets the same."""
-    shares, load = [[] for _ in range(ranks)], [0] * ranks
-    for p in sorted(params, key=lambda p: -p.numel()):
-        least = load.index(min(load))
-        shares[least].append(p)
-        load[least] += p.numel()
-    return shares
-
-
-@torch.no_grad()
-def hand_round(shares, group):
-    """
-    Every rank's own parameters to all ranks of the group, in place, one message from each. (One
-    all-gather would pad each share to the largest, which holds the embedding.)
-    """
-    for rank, share in enumerate(shares):
-        if share:
-            values = torch.cat([p.flatten() for p in share])  # mixed dtypes: in the widest
-            dist.broadcast(values, group=group, group_src=rank)
-            if rank != group.rank():
-                for p, value in zip(share, values.split([p.numel() for p in share])):
-                    p.copy_(value.view(p.shape))
 
 
 @torch.no_grad()
