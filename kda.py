@@ -19,13 +19,14 @@ Shapes: B sequences, T tokens, H heads, K and V channels of a key and a value, N
 BH is B·H, every head of every sequence.
 """
 import math
+import operator
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dispatch import exchange
-from ops import RMSNorm, fp32, kernels, linears
+from dispatch import pass_on
+from ops import RMSNorm, by_hand, fp32, keep_dtype, kernels, linears
 
 # --------------------------------------------------------------------------------------------------
 # 1. The recurrence
@@ -41,7 +42,7 @@ def kda_recurrent(q, k, v, g, beta, state=None):
     o = []
     with torch.autocast(q.device.type, enabled=False):
         for t in range(q.shape[1]):
-            S = g[:, t].exp().unsqueeze(-1) * S                                     # (B, H, K, V)
+            S = g[:, t].exp().unsqueeze(-1) * S  # (B, H, K, V)
             error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
             update = beta[:, t].unsqueeze(-1) * error
             S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], update)
@@ -77,12 +78,13 @@ def _arguments(q, k, v, g, beta, state):
 #     O = Q⁺ S₀ + A_qk U
 #     S_C = Diag(e^{G_C}) S₀ + K⁻ᵀ U                           K⁻ = K ⊙ e^{G_C − G}
 #
-# Row i of U is β times the error that token i corrects.
+# Q, K, V, U, O are the chunk's rows as matrices, C × width; the width itself is only in K^-½. Row i
+# of U is β times the error that token i corrects.
 
 def kda_chunk_plain(q, k, v, g, beta, state=None, chunk=64):
     """
-    The chunk form for reading and for testing: kda_recurrent's arguments and results, any T.
-    Give it fp64. It takes chunk² · K numbers per head of memory.
+    The chunk form for reading and for testing: kda_recurrent's arguments and results, any T. It
+    keeps chunk² · K numbers per head and chunk. Use fp64: it is a yardstick.
     """
     if chunk < 1:
         raise ValueError(f"chunk: expected at least one token, got {chunk}")
@@ -93,14 +95,15 @@ def kda_chunk_plain(q, k, v, g, beta, state=None, chunk=64):
         C, K = q.shape[-2:]
         q, beta, G = q * K ** -0.5, beta.unsqueeze(-1), g.cumsum(dim=2)
         later = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
-        # E_ij = exp(G_i − G_j), masked before the exp: an inf would make its gradient NaN
+        # (B, H, C, C, K): exp(G_i − G_j), masked before the exp: an inf would make a gradient NaN
         E = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(later, -math.inf).exp()
         A_qk = torch.einsum("bhik,bhjk,bhijk->bhij", q, k, E)
         A_kk = torch.einsum("bhik,bhjk,bhijk->bhij", k, k, E).tril(-1)
         R = beta * (v - (k * G.exp()) @ S)
+        # (I + Diag(β) A_kk) U = R; unitriangular adds the I
         U = torch.linalg.solve_triangular(beta * A_kk, R, upper=False, unitriangular=True)
         o.append((q * G.exp()) @ S + A_qk @ U)
-        G_C = G[:, :, -1:]                                                           # (B, H, 1, K)
+        G_C = G[:, :, -1:]  # (B, H, 1, K)
         S = G_C.exp().mT * S + (k * (G_C - G).exp()).mT @ U
     return torch.cat(o, dim=2).transpose(1, 2).to(dtype), S
 
@@ -110,18 +113,17 @@ def kda_chunk_plain(q, k, v, g, beta, state=None, chunk=64):
 #
 # exp(G_i − G_j) = exp(G_i − a) · exp(a − G_j), a row and a column factor around an anchor a, turns
 # A into a matrix product. As e^−G overflows within 64 tokens, rows go by tiles of 16, each anchored
-# at its FIRST row: columns of earlier tiles have factors ≤ 1, its own stay below e^75 at g = −5.
-# (With an anchor further down, later tokens would change earlier outputs by rounding.) From one
-# tile to the next, column factors are multiplied by exp(a_next − a) ≤ 1.
+# at its FIRST row: columns of earlier tiles have factors ≤ 1, those of the tile itself stay
+# below e^75 at g = −5. (With an anchor further down, later tokens would change earlier outputs by
+# rounding.) From one tile to the next, column factors are multiplied by exp(a_next − a) ≤ 1.
 # A tile stacks 16 rows of q on 16 of k. Exponents are in base 2, which is faster.
 
-LOG2E = math.log2(math.e)
-TILE = 16     # with g ≥ −5.9 the factors of a tile span at most e^(15·5.9) < 2^128, …
-SHIFT = 24    # … so rows carry 2^24 and columns 2^-24, an exact power of two that keeps both clear
-              # of fp32's ends, and earlier tiles' columns from becoming subnormal too soon
+# With g ≥ −5.9 the factors of a tile span at most e^(15·5.9) < 2^128. SHIFT moves 2^24 from columns
+# to rows: exact, and it keeps both, earlier tiles' columns too, clear of fp32's ends.
+TILE, SHIFT, LOG2E = 16, 24, math.log2(math.e)
 
 
-@torch.compiler.disable     # torch.compile would take it apart, and be slower
+@torch.compiler.disable  # torch.compile would take it apart, and be slower
 def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     """
     kda_recurrent's arguments and results, in fp32 inside; differentiable once in everything.
@@ -132,7 +134,7 @@ def kda_chunk(q, k, v, g, beta, state=None, chunk=64):
     if not isinstance(chunk, int) or chunk < TILE or chunk % TILE:
         raise ValueError(f"chunk: expected a multiple of {TILE}, got {chunk}")
     low, high = g.detach().aminmax()
-    if low < -5.9001 or high > 0:     # NaN passes, so that it shows where it began and not here
+    if low < -5.9001 or high > 0:  # NaN passes, so that it shows where it began and not here
         raise ValueError(f"g: expected log decays in [-5.9, 0], got {low:.4g} to {high:.4g}")
     C = min(chunk, -(-q.shape[1] // TILE) * TILE)
     with torch.autocast(q.device.type, enabled=False):
@@ -146,11 +148,14 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, C, state, *tokens):
         B, T, H, K = tokens[0].shape
-        q, k, v, g, beta = (_to_chunks(x, C) for x in tokens)                       # (N, BH, C, ·)
-        beta = beta.clamp(min=1e-30)     # backward divides by it
+        q, k, v, g, beta = (_to_chunks(x, C) for x in tokens)  # (N, BH, C, ·)
+        beta = beta.clamp(min=1e-30)  # backward divides by it
         (N, BH), V = q.shape[:2], v.shape[-1]
+        # Decays: tile's anchor → row (row), chunk's start → anchor (start), anchor → anchor (step),
+        # last anchor → chunk's end (end), all of the chunk (total)
         row, start, step, end, total = _decays(g)
         rows, A_qk, A_kk, columns = _scores(q, k, row, step)
+        # Q⁺ (still without K^-½), K⁺ and K⁻: (N, BH, C, K)
         q_plus, k_plus = ((x * start).view(N, BH, C, K) for x in rows.unbind(3))
         k_minus = columns.mul_(end)
 
@@ -158,9 +163,8 @@ class _Chunk(torch.autograd.Function):
         identity = torch.eye(C, dtype=q.dtype, device=q.device).expand_as(A_kk)
         inverse = torch.linalg.solve_triangular(A_kk.mul_(beta), identity,
                                                 upper=False, unitriangular=True)
-        solve = inverse * beta.mT                                                   # (N, BH, C, C)
-        W = solve @ k_plus                                                          # (N, BH, C, K)
-        U = solve @ v                                                               # (N, BH, C, V)
+        inverse_beta = inverse * beta.mT  # (I + Diag(β) A_kk)^-1 Diag(β), (N, BH, C, C)
+        W, U = inverse_beta @ k_plus, inverse_beta @ v  # (N, BH, C, K), (N, BH, C, V)
 
         # U −= W S₀, and the state: the only sequential part, chunk by chunk
         S = q.new_empty(N + 1, BH, K, V)
@@ -176,76 +180,73 @@ class _Chunk(torch.autograd.Function):
         ctx.sizes = B, T, H, C
         return _from_chunks(o, B, T), S[-1].view(B, H, K, V).clone()
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, do, dstate):
-        with torch.autocast(do.device.type, enabled=False):     # backward() may be called in one
-            return _backward(ctx, do, dstate)
+    @by_hand
+    def backward(ctx, do_tokens, dstate):
+        (k, beta, row, start, step, end, total,
+         rows, q_plus, k_minus, A_qk, inverse, W, U, S) = ctx.saved_tensors
+        B, T, H, C = ctx.sizes
+        N, BH, K, V = k.shape[0], k.shape[1], k.shape[-1], U.shape[-1]
+        scale, by_tile = K ** -0.5, (N, BH, C // TILE, TILE)
+        do = _to_chunks(do_tokens, C)  # (N, BH, C, V)
 
+        # dU = A_qkᵀ dO + K⁻ dS_C,  dS₀ = Diag(e^{G_C}) dS_C + Q⁺ᵀ dO − Wᵀ dU: last chunk first.
+        # S₀, S_C: the states that enter and leave a chunk. dS[c] is of the one that enters chunk c
+        dU = _mm(A_qk.mT, do, alpha=scale)
+        dS = k.new_empty(N + 1, BH, K, V)
+        torch.bmm(q_plus.mT.flatten(0, 1), do.flatten(0, 1), out=dS[:-1].flatten(0, 1)).mul_(scale)
+        dS[N] = dstate.reshape(BH, K, V)
+        by_chunk = zip(*(x.unbind(0) for x in (dU, W.mT, dS[:-1], dS[1:], total, k_minus)))
+        for du, w, ds, ds_next, decay, keys in reversed(list(by_chunk)):
+            du.baddbmm_(keys, ds_next)
+            ds.addcmul_(ds_next, decay).baddbmm_(w, du, alpha=-1)
 
-def _backward(ctx, do_tokens, dstate):
-    (k, beta, row, start, step, end, total,
-     rows, q_plus, k_minus, A_qk, inverse, W, U, S) = ctx.saved_tensors
-    B, T, H, C = ctx.sizes
-    N, BH, K, V = k.shape[0], k.shape[1], k.shape[-1], U.shape[-1]
-    scale, by_tile = K ** -0.5, (N, BH, C // TILE, TILE)
-    do = _to_chunks(do_tokens, C)                                               # (N, BH, C, V)
+        # dR = (I + Diag(β) A_kk)^-ᵀ dU,  dV = β ⊙ dR,  dβ_i = dR_i · U_i / β_i: U_i / β_i is the
+        # error that token i corrects
+        dR = inverse.mT @ dU
+        dbeta = (dR * U).sum(-1, keepdim=True) / beta
+        dv = dR.mul_(beta)
 
-    # dU = A_qkᵀ dO + K⁻ dS_C,  dS₀ = Diag(e^{G_C}) dS_C + Q⁺ᵀ dO − Wᵀ dU: last chunk first.
-    # dS[c] belongs to the state that enters chunk c
-    dU = _mm(A_qk.mT, do, alpha=scale)
-    dS = k.new_empty(N + 1, BH, K, V)
-    torch.bmm(q_plus.mT.flatten(0, 1), do.flatten(0, 1), out=dS[:-1].flatten(0, 1)).mul_(scale)
-    dS[N] = dstate.reshape(BH, K, V)
-    by_chunk = zip(*(x.unbind(0) for x in (dU, W.mT, dS[:-1], dS[1:], total, k_minus)))
-    for du, w, ds, ds_next, decay, keys in reversed(list(by_chunk)):
-        du.baddbmm_(keys, ds_next)
-        ds.addcmul_(ds_next, decay).baddbmm_(w, du, alpha=-1)
+        # On stacked rows, dout = [dO; −dV] gives both: dA_qk = tril(dO Uᵀ),
+        # dA_kk = −strict_tril(dV Uᵀ), and dQ⁺ = dO S₀ᵀ, dK⁺ = −dV S₀ᵀ
+        dout = k.new_empty(N, BH, C // TILE, 2, TILE, V)
+        torch.mul(do.view(*by_tile, V), scale, out=dout[:, :, :, 0])
+        torch.neg(dv.view(*by_tile, V), out=dout[:, :, :, 1])
+        dout = dout.view(N, BH, 2 * C, V)
+        dA = _mm(dout, U.mT).view(N, BH, C // TILE, 2 * TILE, C)
+        drows = _mm(dout, S[:-1].mT).view(N, BH, C // TILE, 2 * TILE, K).mul_(start)
 
-    # dR = (I + Diag(β) A_kk)^-ᵀ dU,  dβ_i = dR_i · U_i / β_i,  dV = β ⊙ dR
-    dR = inverse.mT @ dU
-    dbeta = (dR * U).sum(-1, keepdim=True) / beta
-    dv = dR.mul_(beta)
+        # dq = dQ⁺ ⊙ e^G + Σ_j dA_qk[i,j] k_j E_ij, and dk_row likewise. `columns` has the column
+        # factors in it; the factor `row` comes at the end
+        i = torch.arange(TILE, device=k.device)
+        causal = torch.cat([i[:, None] >= i, i[:, None] > i]).to(k.dtype)  # a tile's, (32, 16)
+        for tile, columns in _columns(k, row, step):
+            dA[:, :, tile, :, tile * TILE:(tile + 1) * TILE] *= causal
+            _mm(dA[:, :, tile, :, :(tile + 1) * TILE], columns, drows[:, :, tile])
 
-    # On stacked rows, dout = [dO; −dV] gives both: dA_qk = tril(dO Uᵀ),
-    # dA_kk = −strict_tril(dV Uᵀ), and dQ⁺ = dO S₀ᵀ, dK⁺ = −dV S₀ᵀ
-    dout = k.new_empty(N, BH, C // TILE, 2, TILE, V)
-    torch.mul(do.view(*by_tile, V), scale, out=dout[:, :, :, 0])
-    torch.neg(dv.view(*by_tile, V), out=dout[:, :, :, 1])
-    dout = dout.view(N, BH, 2 * C, V)
-    dA = _mm(dout, U.mT).view(N, BH, C // TILE, 2 * TILE, C)
-    drows = _mm(dout, S[:-1].mT).view(N, BH, C // TILE, 2 * TILE, K).mul_(start)
+        # dk_col = Σ_i (dA_qk[i,j] q_i + dA_kk[i,j] k_i) E_ij + dK⁻ ⊙ e^{G_C − G},  dK⁻ = U dS_Cᵀ.
+        # dG_C is the last row's share: Σ_j K⁻_j ⊙ dK⁻_j + e^{G_C} ⊙ Σ_v S₀ ⊙ dS_C
+        dcol = _mm(U, dS[1:].mT)  # (N, BH, C, K)
+        dG_C = (k_minus * dcol).sum(2) + dS[1:].mul_(S[:-1]).sum(-1) * total.squeeze(-1)
+        dcol.mul_(end)
+        # dcol is measured at each tile's own anchor; one tile back, it takes a factor `step`
+        for tile in reversed(range(C // TILE)):
+            seen = dcol[:, :, :(tile + 1) * TILE]
+            _mm(dA[:, :, tile, :, :(tile + 1) * TILE].mT, rows[:, :, tile].flatten(2, 3), seen)
+            if tile > 0:
+                dcol[:, :, :tile * TILE] *= step[:, :, tile - 1]
+        dcol = dcol.view(*by_tile, K).div_(row)
 
-    # dq = dQ⁺ ⊙ e^G + Σ_j dA_qk[i,j] k_j E_ij, and dk_row likewise, as yet without `row`
-    i = torch.arange(TILE, device=k.device)
-    causal = torch.cat([i[:, None] >= i, i[:, None] > i]).to(k.dtype)       # a tile's, (32, 16)
-    for tile, columns in _columns(k, row, step):
-        dA[:, :, tile, :, tile * TILE:(tile + 1) * TILE] *= causal
-        _mm(dA[:, :, tile, :, :(tile + 1) * TILE], columns, drows[:, :, tile])
-
-    # dk_col = Σ_i (dA_qk[i,j] q_i + dA_kk[i,j] k_i) E_ij + dK⁻ ⊙ e^{G_C − G},  dK⁻ = U dS_Cᵀ.
-    # dG_C is the last row's share: Σ_j K⁻_j ⊙ dK⁻_j + e^{G_C} ⊙ Σ_v S₀ ⊙ dS_C
-    dcol = _mm(U, dS[1:].mT)                                                    # (N, BH, C, K)
-    dG_C = (k_minus * dcol).sum(2) + dS[1:].mul_(S[:-1]).sum(-1) * total.squeeze(-1)
-    dcol.mul_(end)
-    for tile in reversed(range(C // TILE)):     # column factors go back from anchor to anchor
-        seen = dcol[:, :, :(tile + 1) * TILE]
-        _mm(dA[:, :, tile, :, :(tile + 1) * TILE].mT, rows[:, :, tile].flatten(2, 3), seen)
-        if tile > 0:
-            dcol[:, :, :tile * TILE] *= step[:, :, tile - 1]
-    dcol = dcol.view(*by_tile, K).div_(row)
-
-    # dG = q ⊙ dq + k ⊙ dk_row − k ⊙ dk_col; dg sums those of all later rows of the chunk
-    dq_row, dk_row = drows.view(*rows.shape).unbind(3)                  # (N, BH, tiles, 16, K)
-    q_row, k_row = rows.unbind(3)
-    dq = dq_row * row
-    dG = dq_row.mul_(q_row).addcmul_(k_row, dk_row).addcmul_(k.view_as(dcol), dcol, value=-1)
-    dG = dG.reshape(N, BH, C, K)
-    dG[:, :, -1] += dG_C
-    dk = dcol.addcmul_(dk_row, row)
-    dg = torch.ones(C, C, dtype=k.dtype, device=k.device).triu() @ dG
-    dtokens = (_from_chunks(x.view(N, BH, C, -1), B, T) for x in (dq, dk, dv, dg, dbeta))
-    return None, dS[0].view(B, H, K, V), *dtokens
+        # dG = q ⊙ dq + k ⊙ dk_row − k ⊙ dk_col; dg sums those of all later rows of the chunk
+        dq_row, dk_row = drows.view(*rows.shape).unbind(3)  # (N, BH, tiles, 16, K)
+        q_row, k_row = rows.unbind(3)
+        dq = dq_row * row
+        dG = dq_row.mul_(q_row).addcmul_(k_row, dk_row).addcmul_(k.view_as(dcol), dcol, value=-1)
+        dG = dG.reshape(N, BH, C, K)
+        dG[:, :, -1] += dG_C
+        dk = dcol.addcmul_(dk_row, row)
+        dg = torch.ones(C, C, dtype=k.dtype, device=k.device).triu() @ dG
+        dtokens = (_from_chunks(x.view(N, BH, C, -1), B, T) for x in (dq, dk, dv, dg, dbeta))
+        return None, dS[0].view(B, H, K, V), *dtokens
 
 
 def _decays(g):
@@ -259,8 +260,9 @@ def _decays(g):
         total  2^G_C                  over the whole chunk               (N, BH, K, 1)
     """
     N, BH, C, K = g.shape
+    # a running sum in base 2, as a product: faster than cumsum
     G = torch.full((C, C), LOG2E, dtype=g.dtype, device=g.device).tril() @ g
-    a = G[:, :, ::TILE]                                                         # (N, BH, tiles, K)
+    a = G[:, :, ::TILE]  # (N, BH, tiles, K)
     row = (G.view(N, BH, -1, TILE, K) - (a - SHIFT).unsqueeze(3)).exp2_()
     start = _flush((a - SHIFT).exp2_()).unsqueeze(3)
     step = (a[:, :, 1:] - a[:, :, :-1]).exp2_().unsqueeze(3)
@@ -279,11 +281,11 @@ def _scores(q, k, row, step):
     torch.mul(q.view_as(row), row, out=rows[:, :, :, 0])
     torch.mul(k.view_as(row), row, out=rows[:, :, :, 1])
     i, zero = torch.arange(C, device=q.device), q.new_zeros(())
-    at_or_before, before = i[:, None] >= i, i[:, None] > i                                 # (C, C)
+    at_or_before, before = i[:, None] >= i, i[:, None] > i  # (C, C)
     new = q.new_zeros if C > TILE else q.new_empty
     A_qk, A_kk = new(N, BH, C, C), new(N, BH, C, C)
     for tile, columns in _columns(k, row, step):
-        A = _mm(rows[:, :, tile].flatten(2, 3), columns.mT)           # (N, BH, 32, 16 · (tile + 1))
+        A = _mm(rows[:, :, tile].flatten(2, 3), columns.mT)  # (N, BH, 32, 16 · (tile + 1))
         part = ..., slice(tile * TILE, (tile + 1) * TILE), slice(0, (tile + 1) * TILE)
         # `where`, not a mask product: entries above the diagonal may be inf
         torch.where(at_or_before[part], A[:, :, :TILE], zero, out=A_qk[part])
@@ -325,7 +327,7 @@ def _mm(a, b, out=None, alpha=1):
     if out.is_contiguous():
         out.flatten(0, 1).baddbmm_(a, b, alpha=alpha)
         return out
-    return out.add_(torch.bmm(a, b).view_as(out), alpha=alpha)     # baddbmm_ would loop over it
+    return out.add_(torch.bmm(a, b).view_as(out), alpha=alpha)  # baddbmm_ would loop over it
 
 
 def _to_chunks(x, C):
@@ -338,7 +340,7 @@ def _to_chunks(x, C):
 def _from_chunks(x, B, T):
     """(N, BH, C, ·) → (B, T, H, ·)."""
     N, BH, C, D = x.shape
-    x = x.reshape(N, B, BH // B, C, D).permute(1, 0, 3, 2, 4)                    # (B, N, C, H, D)
+    x = x.reshape(N, B, BH // B, C, D).permute(1, 0, 3, 2, 4)  # (B, N, C, H, D)
     return x.reshape(B, N * C, BH // B, D)[:, :T]
 
 
@@ -348,8 +350,8 @@ def _from_chunks(x, B, T):
 
 def kda_segment_definition(k, v, g, beta):
     """
-    A segment's effect on the state: → P (B, H, K, K), S̃ (B, H, K, V).
-    P: run from the identity with v = 0. S̃: run from zero.
+    A segment's effect on the state: → P (B, H, K, K), a run from the identity with v = 0, and S̃
+    (B, H, K, V), a run from zero. The query is not used: any of its shape will do.
     """
     B, T, H, K = k.shape
     identity = torch.eye(K, device=k.device).expand(B, H, K, K)
@@ -361,20 +363,20 @@ def kda_segment(k, v, g, beta):
     """The same in one fast run: columns of a state do not interact, so [I, 0] becomes [P, S̃]."""
     (B, _, H, K), V = k.shape, v.shape[-1]
     identity = torch.eye(K, dtype=fp32(k).dtype, device=k.device).expand(B, H, K, K)
-    state = F.pad(identity, (0, V))                                               # (B, H, K, K + V)
-    values = torch.cat([torch.zeros_like(k), v.to(k.dtype)], dim=-1)              # (B, T, H, K + V)
+    state = F.pad(identity, (0, V))  # (B, H, K, K + V)
+    values = torch.cat([torch.zeros_like(k), v.to(k.dtype)], dim=-1)  # (B, T, H, K + V)
     return kda(k, k, values, g, beta, state)[1].split([K, V], dim=-1)
 
 
-def compose(P, S, state):
+def compose(P, own, state):
     """
-    L segments in a row: P (L, ..., K, K), S (L, ..., K, V), the entering state (..., K, V)
-    → the states at their borders (L + 1, ..., K, V), the entering one first.
+    L segments in a row: P (L, …, K, K), own (L, …, K, V): their S̃, state (…, K, V): what enters
+    → the states at their borders (L + 1, …, K, V), the entering one first.
     """
     states = [state]
-    with torch.autocast(state.device.type, enabled=False):     # states stay in fp32
-        for through, own in zip(P, S):
-            states.append(own + through @ states[-1])
+    with torch.autocast(state.device.type, enabled=False):  # states stay in fp32
+        for p, s in zip(P, own):
+            states.append(s + p @ states[-1])
     return torch.stack(states)
 
 
@@ -416,15 +418,15 @@ class KDA(nn.Module):
         d, self.H = config.n_embd, config.n_head
         self.K, self.V = config.kda_key_dim, config.kda_value_dim
         self.g_min, self.softplus = config.g_min, config.kda_gate == "softplus"
-        self.context_group = None     # the ranks that share every sequence; set from outside
+        self.context_group = None  # the ranks that share every sequence; set from outside
         self.q_proj = nn.Linear(d, self.H * self.K, bias=False)
         self.k_proj = nn.Linear(d, self.H * self.K, bias=False)
         self.v_proj = nn.Linear(d, self.H * self.V, bias=False)
         self.q_conv1d = ShortConv(self.H * self.K, config.conv_size)
         self.k_conv1d = ShortConv(self.H * self.K, config.conv_size)
         self.v_conv1d = ShortConv(self.H * self.V, config.conv_size)
-        self.f_a_proj = nn.Linear(d, self.K, bias=False)                     # W_down: the rank is K
-        self.f_b_proj = nn.Linear(self.K, self.H * self.K, bias=False)       # W_up
+        self.f_a_proj = nn.Linear(d, self.K, bias=False)  # W_down: the rank is K
+        self.f_b_proj = nn.Linear(self.K, self.H * self.K, bias=False)  # W_up
         self.A_log = nn.Parameter(torch.empty(self.H))
         self.dt_bias = nn.Parameter(torch.empty(self.H * self.K))
         self.b_proj = nn.Linear(d, self.H, bias=False)
@@ -436,10 +438,10 @@ class KDA(nn.Module):
         *inputs, b, z = linears(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj)
         tails = cache["tails"] if cache else self.tails_before(inputs)
         convolved = [conv(y, tail) for conv, y, tail in zip(self._convs(), inputs, tails)]
-        q, k, v = (y.unflatten(-1, (self.H, -1)) for y, _ in convolved)               # (B, T, H, ·)
+        q, k, v = (y.unflatten(-1, (self.H, -1)) for y, _ in convolved)  # (B, T, H, ·)
         q, k = unit(q), unit(k)
-        beta = fp32(b).sigmoid()                                                      # (B, T, H)
-        g = self.log_decay(x)                                                         # (B, T, H, K)
+        beta = fp32(b).sigmoid()  # (B, T, H)
+        g = self.log_decay(x)  # (B, T, H, K)
         state = cache["state"] if cache else self.state_before(k, v, g, beta)
         o, new_state = kda(q, k, v, g, beta, state)
         if cache:
@@ -447,13 +449,13 @@ class KDA(nn.Module):
                 cache["window"] = state, tails, *(y.detach() for y in (*inputs, k, v, g, beta))
             cache["state"] = new_state.detach()
             cache["tails"] = tuple(tail for _, tail in convolved)
-        return self.o_proj(z.sigmoid() * self.o_norm(o).flatten(2))                # of (B, T, H·V)
+        return self.o_proj(z.sigmoid() * self.o_norm(o).flatten(2))  # of (B, T, H·V)
 
     def log_decay(self, x):
         """x (B, T, d) → g (B, T, H, K), fp32 (fp64 from an fp64 model)."""
         z = (fp32(self.f_b_proj(self.f_a_proj(x))) + self.dt_bias).unflatten(-1, (self.H, self.K))
         slope = self.A_log.exp().unsqueeze(-1)
-        if self.softplus:     # Kimi Linear's gate, cut off at the tiles' limit: e^-5 keeps 0.7%
+        if self.softplus:  # Kimi Linear's gate, cut off at the tiles' limit: e^-5 keeps 0.7%
             return (-slope * F.softplus(z)).clamp(min=self.g_min)
         return self.g_min * torch.sigmoid(slope * z)
 
@@ -477,9 +479,9 @@ class KDA(nn.Module):
             raise ValueError('cache["window"]: set it to None before the call that keep cuts short')
         state, tails, *inputs, k, v, g, beta = cache["window"]
         B, T = k.shape[:2]
-        if T > 1:     # with g = β = 0, a token leaves the state alone
+        if T > 1:  # with g = β = 0, a token leaves the state alone
             k, v, g, beta = (y[:, :count.max()] for y in (k, v, g, beta))
-            rejected = torch.arange(k.shape[1], device=k.device) >= count.unsqueeze(1)      # (B, T)
+            rejected = torch.arange(k.shape[1], device=k.device) >= count.unsqueeze(1)  # (B, T)
             beta = beta.masked_fill(rejected.unsqueeze(-1), 0)
             g = g.masked_fill(rejected[..., None, None], 0)
             cache["state"] = kda(k, k, v, g, beta, state)[1]
@@ -492,43 +494,32 @@ class KDA(nn.Module):
         return self.q_conv1d, self.k_conv1d, self.v_conv1d
 
     def _apply(self, fn, recurse=True):
-        """
-        Casts (.bfloat16(), .to(dtype)) must not round A_log, dt_bias, the head norm and the
-        convolutions: these, and their gradients, move between devices but stay in fp32.
-        """
-        kept = (self.A_log, self.dt_bias, self.o_norm.weight, *(c.weight for c in self._convs()))
-        kept = {id(x) for p in kept for x in (p, p.grad)} - {id(None)}
-
-        def keep(x):
-            y = fn(x)
-            return x.to(y.device) if id(x) in kept and y.dtype != x.dtype else y
-        return super()._apply(keep, recurse)
+        """A cast must not round A_log, dt_bias, the head norm and the convolutions."""
+        weights = [conv.weight for conv in self._convs()]
+        kept = self.A_log, self.dt_bias, self.o_norm.weight, *weights
+        return super()._apply(keep_dtype(fn, *kept), recurse)
 
     # What came before x if there is no cache: nothing, or with context parallelism (§5.1.2) the
-    # earlier ranks' segments of the sequence, each at least as long as a convolution's tail.
+    # earlier ranks' segments of the sequence, which are at least as long as a convolution's tail.
 
     def tails_before(self, inputs):
         """inputs: of the three convolutions, (B, T, D) each. → their tails from the rank before."""
         if not self.context_group:
             return [None] * 3
-        rank, ranks = self.context_group.rank(), range(self.context_group.size())
         past = self.q_conv1d.weight.shape[-1] - 1
-        last = torch.cat(inputs, dim=-1)[:, -past:]                            # (B, past, D of all)
-        send, receive = [int(r == rank + 1) for r in ranks], [int(r == rank - 1) for r in ranks]
-        got = exchange(last.expand(sum(send), *last.shape), send, receive, self.context_group)
-        return got.sum(0).split([y.shape[-1] for y in inputs], dim=-1)     # zeros on the first rank
+        last = torch.cat(inputs, dim=-1)[:, -past:]  # (B, past, D of all)
+        came = pass_on(last, self.context_group, lambda rank, to: to == rank + 1)
+        return came.sum(0).split([y.shape[-1] for y in inputs], dim=-1)  # zeros on the first rank
 
     def state_before(self, k, v, g, beta):
         """Every rank sends its segment's effect to all later ones. → the state that enters here."""
         if not self.context_group:
             return None
-        rank, ranks = self.context_group.rank(), range(self.context_group.size())
-        ours = torch.cat(kda_segment(k, v, g, beta), dim=-1)                      # (B, H, K, K + V)
-        send, receive = [int(r > rank) for r in ranks], [int(r < rank) for r in ranks]
-        got = exchange(ours.expand(sum(send), *ours.shape), send, receive, self.context_group)
-        P, S = got.split([self.K, self.V], dim=-1)                              # (rank, B, H, K, ·)
-        zeros = S[:0].sum(0)     # in the graph: the first rank goes backward through it, too
-        return compose(P, S, zeros)[-1]
+        ours = torch.cat(kda_segment(k, v, g, beta), dim=-1)  # (B, H, K, K + V)
+        came = pass_on(ours, self.context_group, operator.lt)
+        P, own = came.split([self.K, self.V], dim=-1)  # (rank, B, H, K, ·)
+        zeros = own[:0].sum(0)  # in the graph: the first rank goes backward through it, too
+        return compose(P, own, zeros)[-1]
 
 
 class ShortConv(nn.Module):
@@ -547,8 +538,8 @@ class ShortConv(nn.Module):
         if tail is None:
             return _ShortConv.apply(x, w), None
         past = tail.shape[1]
-        longer = torch.cat([tail.to(x.dtype), x], dim=1)                     # (B, width − 1 + T, D)
-        new_tail = longer[:, x.shape[1]:].detach().clone()     # a view would keep all of `longer`
+        longer = torch.cat([tail.to(x.dtype), x], dim=1)  # (B, width − 1 + T, D)
+        new_tail = longer[:, x.shape[1]:].detach().clone()  # a view would keep all of `longer`
         return _ShortConv.apply(longer, w)[:, past:], new_tail
 
 
@@ -560,18 +551,17 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w):
-        taps = w.t().flip(0).contiguous()                              # (width, D): lag 0, 1, 2, …
+        taps = w.t().flip(0).contiguous()  # (width, D): lag 0, 1, 2, …
         y = x * taps[0]
         for lag in range(1, len(taps)):
             y[:, lag:].addcmul_(x[:, :-lag], taps[lag])
         ctx.save_for_backward(x, taps, y)
         return F.silu(y).to(x.dtype)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
+    @by_hand
     def backward(ctx, dout):
         x, taps, y = ctx.saved_tensors
-        dy = torch.ops.aten.silu_backward(dout.to(y.dtype), y)                          # (B, T, D)
+        dy = torch.ops.aten.silu_backward(dout.to(y.dtype), y)  # (B, T, D)
         dx, dtaps = dy * taps[0], torch.empty_like(taps)
         dtaps[0] = (dy * x).sum((0, 1))
         for lag in range(1, len(taps)):
@@ -591,14 +581,13 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        r = norm.square_().add_(1e-6).rsqrt_()                                            # (..., 1)
+        r = norm.square_().add_(1e-6).rsqrt_()  # (..., 1)
         y = x * r
         ctx.save_for_backward(y, r)
         return y
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
+    @by_hand
     def backward(ctx, dy):
         y, r = ctx.saved_tensors
-        along = (y * dy).sum(-1, keepdim=True)     # moving x along itself does not change y
+        along = (y * dy).sum(-1, keepdim=True)  # dy along y counts for nothing: y keeps its length
         return torch.addcmul(dy, y, along, value=-1).mul_(r)
