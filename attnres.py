@@ -57,8 +57,9 @@ class _Mix(torch.autograd.Function):
         dout, d = fp32(dout), u.shape[0]
         dp = torch.stack([(dout * x).sum(-1) for x in sources])  # (S, B, T)
         dlogits = p * (dp - (p * dp).sum(0))
-        along_u = dlogits * one_over_rms  # the part of dx along u
-        along_x = -along_u * logits * one_over_rms / d  # and along x, through its length
+        # dx = p dout + along_u u + along_x x, the last through the length of x
+        along_u = dlogits * one_over_rms  # (S, B, T)
+        along_x = -along_u * logits * one_over_rms / d
         du, dsources = torch.zeros_like(fp32(u)), []
         for s, source in enumerate(sources):
             x = fp32(source)  # (B, T, d)
@@ -95,6 +96,7 @@ class Stream:
         self.blocks, self.running = [], embedding  # (B, T, d) each
 
     def read(self, mix):
+        # the first attention has nothing to mix yet
         return mix([*self.blocks, self.running]) if self.blocks else self.running
 
     def close_block(self):

@@ -90,12 +90,12 @@ class GatedMLA(nn.Module):
         q_latent = torch.einsum("bthn,hnr->bthr", q[..., :self.nope], w_k)
         q = torch.cat([q_latent, q[..., self.nope:]], dim=-1)  # (B, T, H, R + rope)
         q = q * (self.nope + self.rope) ** -0.5
-        o, start = [], S - T
+        o, past = [], S - T
         for rows in q.split(rows_at_once(q, S), dim=1):
             logits = fp32(torch.einsum("bthr,bsr->bhts", rows, latents))
-            p = hide_future(logits, start).softmax(-1).to(q.dtype)
+            p = hide_future(logits, past).softmax(-1).to(q.dtype)
             o.append(torch.einsum("bhts,bsr->bthr", p, latents[..., :self.R]))
-            start += rows.shape[1]
+            past += rows.shape[1]
         return torch.einsum("bthr,hvr->bthv", torch.cat(o, dim=1), w_v)
 
     def new_cache(self, batch_size):
@@ -112,7 +112,7 @@ class GatedMLA(nn.Module):
 
 
 def append(cache, new):
-    """The buffer doubles when it is full, so a token costs no copy of all earlier ones."""
+    """In place. A full buffer doubles, so a token costs no copy of all earlier ones."""
     old, length = cache["latents"], cache["length"] + new.shape[1]
     if length > old.shape[1]:
         room = max(length, 2 * old.shape[1])
@@ -148,10 +148,10 @@ def largest_logit(q, k, tau=100.0):
     bound = q.norm(dim=-1).amax((0, 1)) * k.norm(dim=-1).amax((0, 1)) * scale  # (H)
     if bound.max() <= tau:
         return bound
-    largest, start = torch.full_like(bound, -torch.inf), k.shape[1] - q.shape[1]
+    largest, past = torch.full_like(bound, -torch.inf), k.shape[1] - q.shape[1]
     for rows in q.split(rows_at_once(q, k.shape[1]), dim=1):
-        end = start + rows.shape[1]
+        end = past + rows.shape[1]
         logits = torch.einsum("bthd,bshd->bhts", rows, k[:, :end]).float() * scale
-        largest = torch.maximum(largest, hide_future(logits, start).amax((0, 2, 3)))
-        start = end
+        largest = torch.maximum(largest, hide_future(logits, past).amax((0, 2, 3)))
+        past = end
     return largest
