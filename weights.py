@@ -28,6 +28,7 @@ headers before any memory is spent on weights. Then tensors stream in, a few MB 
     out                 released_config, save
     the command         describe (python model.py FOLDER) and main
 """
+import contextlib
 import functools
 import json
 import math
@@ -987,6 +988,7 @@ EXPORTED = re.compile(
     r"config\.json|generation_config\.json|tiktoken\.model|tokenizer(_config)?\.json"
     r"|model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
 SAMPLING = {"do_sample": True, "temperature": 0.8}
+# A whole export on its way into the folder, and in it the names of old files that go
 WHOLE, GOES = ".new-export", "goes.json"
 
 
@@ -1023,6 +1025,8 @@ def replace_export(temporary, folder, earlier):
     goes = json.dumps({"names": sorted(earlier - names)})
     (temporary / GOES).write_text(goes, encoding="utf-8")
     os.rename(temporary, folder / WHOLE)
+    # Until it is back, the mixture of old files and new ones is no model for anybody
+    (folder / "config.json").unlink(missing_ok=True)
     finish_export(folder)
     others = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in names)
     if others:
@@ -1032,24 +1036,23 @@ def replace_export(temporary, folder, earlier):
 
 def finish_export(folder):
     """
-    Moves a whole export in, config.json last: without it the mixture on the way is no model. What
-    stopped halfway is finished by the next call, in an export or in reading the folder.
+    Moves a whole export in, config.json last. What stopped halfway is finished by the next call, in
+    an export or in reading the folder; two at once do no harm.
     """
     whole = folder / WHOLE
     if whole.is_symlink() or not whole.is_dir():
         return
-    if (whole / GOES).is_file():
-        names = map(str, read_json(whole / GOES).get("names") or ())
-        names = [name for name in names if EXPORTED.fullmatch(name)]
-        if (whole / "config.json").is_file():
-            names.insert(0, "config.json")
-        for name in names:
-            (folder / name).unlink(missing_ok=True)
-    for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
-        if EXPORTED.fullmatch(path.name):
-            os.replace(path, folder / path.name)
-    (whole / GOES).unlink(missing_ok=True)
-    whole.rmdir()
+    with contextlib.suppress(FileNotFoundError):       # another call was faster
+        if (whole / GOES).is_file():
+            names = read_json(whole / GOES).get("names")
+            for name in names if isinstance(names, list) else ():
+                if EXPORTED.fullmatch(str(name)):
+                    (folder / name).unlink(missing_ok=True)
+        for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
+            if EXPORTED.fullmatch(path.name):
+                os.replace(path, folder / path.name)
+        (whole / GOES).unlink(missing_ok=True)
+        whole.rmdir()
 
 
 # --------------------------------------------------------------------------------------------------
