@@ -96,16 +96,20 @@ def prepare_folder(out_dir, fresh, num_params):
     return held
 
 
-def move_aside(out_dir):
-    """Give an earlier run in this folder a new one of its own → that, or None if there is none."""
+def move_aside(out_dir, held):
+    """
+    Give an earlier run in this folder a new one of its own → its new folder, or None if there is
+    none, and the lock of this folder, so far `held`.
+    """
     out_dir, number = Path(out_dir), 1
     if not list(out_dir.glob("ckpt_*.pt")):
-        return None
+        return None, held
     while out_dir.with_name(f"{out_dir.name}.{number}").exists():
         number += 1
+    held.close()         # Windows renames no folder in which a file is open
     earlier = out_dir.rename(out_dir.with_name(f"{out_dir.name}.{number}"))
     out_dir.mkdir()
-    return earlier
+    return earlier, lock(out_dir)
 
 
 def lock(out_dir):
@@ -213,3 +217,12 @@ def read_metrics(out_dir):
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
     return lines
+
+
+def open_metrics(out_dir, step):
+    """metrics.jsonl, to be written on after `step` updates: the lines up to there stay."""
+    path = Path(out_dir) / "metrics.jsonl"
+    kept = [line for line in read_metrics(out_dir) if step and line["step"] <= step]
+    path.with_suffix(".tmp").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(path.with_suffix(".tmp"), path)
+    return open(path, "a", buffering=1, encoding="utf-8")

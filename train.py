@@ -33,16 +33,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import checkpoint
 import cli
-from checkpoint import (
-    checkpoints,
-    load_checkpoint,
-    lock,
-    move_aside,
-    prepare_folder,
-    read_metrics,
-    save_checkpoint,
-)
 from cli import find_device
 from data import prepare, tokenizer
 from model import K3, K3Config
@@ -60,8 +52,8 @@ class Settings:
     batch_size: int = 16          # sequences in a micro-batch
     context: int = 256            # tokens in a sequence
     grad_accum: int = 1           # micro-batches in a step
-    context_stages: tuple = ()    # ((0.0, 64), (0.5, 128), (0.9, 256)): from that part of the run
-                                  # on, that context and more sequences; (): context throughout
+    context_stages: tuple = ()    # (part of the run done, context) pairs, ((0.0, 64), (0.5, 256));
+                                  # a step keeps its number of tokens. (): context throughout
     # the update
     steps: int = 1000             # updates in all
     lr: float = 4e-3              # the highest learning rate, after 1% of the steps
@@ -78,12 +70,12 @@ class Settings:
     wandb: bool = False           # log to Weights & Biases, project nanoK3
     # the machine
     device: str = "auto"          # cuda, mps or cpu
-    dtype: str = "auto"           # bfloat16 (by autocast) or float32; bfloat16 where a GPU has it
+    dtype: str = "auto"           # bfloat16 (by autocast) or float32; auto: bfloat16 if a GPU can
     compile: bool = False         # torch.compile; needs a C++ compiler
     # several processes, started by torchrun
-    expert_parallel: int = 1      # so many processes share out the experts of every layer
-    balance_ranks: bool = False   # lend experts, so that all of them compute equally many tokens
-    context_parallel: int = 1     # so many processes share out every sequence
+    expert_parallel: int = 1      # number of processes that share the experts of every layer
+    balance_ranks: bool = False   # lend experts so that all of them compute as many tokens
+    context_parallel: int = 1     # number of processes that share every sequence
     timeout: int = 600            # seconds without word from another process, then the run ends
 
 
@@ -140,10 +132,10 @@ def train(arguments, ranks=None):
 def loop(run):
     """Updates, until the last one, a signal, or a change of the data set."""
     settings, ranks, model, optimizer = run.settings, run.ranks, run.model, run.optimizer
-    stopped = changed = False
+    stopped = data_changed = False
     while run.step < settings.steps and not stopped:
-        changed = ranks.sum(run.data.changed())[0] > 0
-        if changed:
+        data_changed = ranks.sum(run.data.changed())[0] > 0
+        if data_changed:
             break
         began = time.perf_counter()
         lr = settings.lr * learning_rate(settings, run.step)
@@ -157,7 +149,7 @@ def loop(run):
             raise FloatingPointError(what_is_not_finite(run, loss, norm, batch))
 
         # the update: Muon and AdamW, then the router biases
-        run.between_steps = False
+        run.between_steps = False                 # an error from here on must not save
         if settings.grad_clip:
             total = torch.tensor(norm, device=run.device)
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip, total)
@@ -170,7 +162,8 @@ def loop(run):
         run.seconds += time.perf_counter() - began
 
         # log, checkpoint, evaluation
-        run.take_folder()
+        if run.step == run.first_step + 1:        # only now is an earlier run moved aside
+            run.take_folder()
         last = run.step == settings.steps
         if run.step % settings.log_every == 0 or last:
             run.log.training(run, loss, lr, norm)
@@ -179,7 +172,7 @@ def loop(run):
             run.log.evaluation(run, {split: evaluate(model, run.data.tokens(split), settings,
                                                      run.device, run.autocast, ranks)
                                      for split in ("train", "val")})
-    run.finish(stopped, changed)
+    run.finish(stopped, data_changed)
 
 
 def gradients(run):
@@ -195,12 +188,13 @@ def gradients(run):
     for micro in micros:
         x, y = get_batch(tokens, batch_size, context, (settings.seed, run.step, micro))
         x, y = ranks.part(x).to(run.device), ranks.part(y).to(run.device)
-        several = ranks.world_size > 1 and micro != micros[-1]
-        with run.wrapped.no_sync() if several else contextlib.nullcontext():    # sent once a step
+        # ranks exchange gradients once a step, in the backward pass of the last micro-batch
+        later = ranks.world_size > 1 and micro != micros[-1]
+        with run.wrapped.no_sync() if later else contextlib.nullcontext():
             with run.autocast:
                 micro_loss = run.wrapped(x, y)[1] / len(micros)
             micro_loss.backward()
-        if math.isfinite(loss):
+        if math.isfinite(loss):                   # the sum so far: the culprit's batch is kept
             batch = x, y
         loss += micro_loss.item()
     return loss, batch
@@ -209,8 +203,8 @@ def gradients(run):
 @torch.no_grad()
 def evaluate(model, tokens, settings, device, autocast, ranks=None):
     """
-    Mean loss in nats per token over evenly spread windows, shared out over the ranks. A split with
-    no more windows than asked for is read whole, its last window filled up with targets of −1.
+    Mean loss in nats per token over evenly spread windows, shared out over the ranks. A split of at
+    most eval_batches · batch_size windows is read whole, its last one padded with targets of −1.
     """
     ranks = ranks or Ranks()
     model.eval()
@@ -221,8 +215,8 @@ def evaluate(model, tokens, settings, device, autocast, ranks=None):
         missing = len(starts) * context + 1 - len(tokens)
         tokens = np.pad(tokens.astype(np.int64), (0, missing), constant_values=-1)
     else:
-        starts = np.linspace(0, len(tokens) - context - 1, most).astype(np.int64)
         windows = most
+        starts = np.linspace(0, len(tokens) - context - 1, most).astype(np.int64)
     total = 0.0
     for i in range(0, len(starts), batch_size):
         ours = starts[i:i + batch_size][ranks.data_rank::ranks.data_ranks]
@@ -247,7 +241,7 @@ class Run:
         self.ranks = ranks
         given, stem = read_arguments(arguments)
         out_dir = given.get("out_dir") or f"out/{stem or given.get('data', Settings.data)}"
-        saved = load_checkpoint(out_dir) if given.get("resume") else None
+        saved = checkpoint.load_checkpoint(out_dir) if given.get("resume") else None
         if saved:
             given = resumed_settings(given, saved, out_dir)
         self.data = Data(given.get("data", Settings.data))
@@ -289,10 +283,11 @@ class Run:
             self.step, self.seconds = saved["step"], saved["seconds"]
         self.first_step = self.saved_at = self.step
         self.between_steps = True                 # not in the middle of an update: fit to be saved
+        self.signals = []                         # received since the start
         self.earlier = None                       # where an earlier run was moved
         ranks.agree(step=self.step, **self.data.identity, **asdict(settings), **asdict(self.config))
         size = model.num_params()
-        self.lock = ranks.first(lambda: prepare_folder(self.out_dir, not saved, size))
+        self.lock = ranks.first(lambda: checkpoint.prepare_folder(self.out_dir, not saved, size))
         if settings.compile:
             model.compile()                       # in place: parameters keep their names
         self.wrapped = ranks.wrap(model)
@@ -300,51 +295,39 @@ class Run:
     def __enter__(self):
         """From now on Ctrl-C, SIGTERM and a lost terminal are only noted, for the loop to see."""
         self.log.start(self)
-        self.signals, self.signalled, self.handlers = [], None, {}
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)                 # Windows has no SIGHUP
-            nohup = name == "SIGHUP" and number and signal.getsignal(number) == signal.SIG_IGN
-            if number and not nohup:
-                self.handlers[number] = signal.signal(number, self.note_signal)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        hang_up = getattr(signal, "SIGHUP", None)                # Windows has none
+        if hang_up and signal.getsignal(hang_up) != signal.SIG_IGN:        # nohup
+            numbers.append(hang_up)
+        self.handlers = {number: signal.signal(number, self.note_signal) for number in numbers}
         return self
 
     def note_signal(self, number, frame):
-        now = time.monotonic()
-        self.signalled = self.signalled or now
         self.signals.append(number)
-        # torchrun hands Ctrl-C on, at once, to processes that have had it from the terminal already
-        wait = 1 if self.ranks.world_size > 1 else 0
-        if number == signal.SIGINT and now > self.signalled + wait:
-            os._exit(128 + number)
-        if len(self.signals) == 1 and self.log.speaks:
-            with contextlib.suppress(OSError):    # not print, which this may have interrupted
-                os.write(2, b"\nfinishing the step, then saving; Ctrl-C again leaves at once\n")
+        if len(self.signals) == 1:
+            self.signalled = time.monotonic()
+            if self.log.speaks:
+                with contextlib.suppress(OSError):    # not print, which this may have interrupted
+                    os.write(2, b"\nfinishing the step, then saving; Ctrl-C again leaves at once\n")
+        elif number == signal.SIGINT:
+            # torchrun hands on, within a second, the Ctrl-C that the terminal has sent already
+            if self.ranks.world_size == 1 or time.monotonic() > self.signalled + 1:
+                os._exit(128 + number)
 
     def take_folder(self):
-        """
-        After the first step, when what can fail at once has not: only now is an earlier run moved
-        aside, and the log begun.
-        """
-        if self.step != self.first_step + 1:
-            return
+        """Now that a step has succeeded: move an earlier run aside and open the log."""
         if self.first_step == 0:
-            self.earlier = self.ranks.first(self.move_aside)
+            moved = self.ranks.first(lambda: checkpoint.move_aside(self.out_dir, self.lock))
+            self.earlier, self.lock = moved or (None, None)
         if self.earlier:
             self.log.say(f"moved the earlier run in {self.out_dir} to {self.earlier} "
                          f"(to go on with it: --resume --out_dir={self.earlier})")
         self.log.open(self.out_dir, self.first_step)
 
-    def move_aside(self):
-        held, self.lock = self.lock, None
-        held.close()              # Windows renames no folder in which a file is open
-        earlier = move_aside(self.out_dir)
-        self.lock = lock(self.out_dir)
-        return earlier
-
     def save(self):
         self.saved_at = self.step
         self.optimizer.zero_grad(set_to_none=True)
-        for counts in counted(self.model)[0]:     # of a step that was begun, but not finished
+        for counts in counted(self.model)[0]:     # those of an unfinished step
             counts.zero_()
         random = {"torch": torch.get_rng_state()}
         if self.device == "cuda":
@@ -353,9 +336,9 @@ class Run:
         content = dict(model=weights, optimizer=moments, step=self.step, seconds=self.seconds,
                        random=random, config=asdict(self.config), settings=asdict(self.settings),
                        tokenizer=tokenizer.to_dict(self.data.enc), data=self.data.identity)
-        self.ranks.first(lambda: save_checkpoint(self.out_dir, self.step, content))
+        self.ranks.first(lambda: checkpoint.save_checkpoint(self.out_dir, self.step, content))
 
-    def finish(self, stopped, changed):
+    def finish(self, stopped, data_changed):
         """After the last step: save what is not saved yet, and say how it ended."""
         begun = self.step > self.first_step
         if self.saved_at != self.step:
@@ -363,33 +346,32 @@ class Run:
         self.log.close()
         if self.ranks.world_size > 1:
             dist.destroy_process_group()
-        where = f"after {self.step} updates, saved in {self.out_dir}"
-        if changed:
-            where = where if begun else "before the first step"
+        saved = f"after {self.step} updates, saved in {self.out_dir}"
+        if data_changed:
             raise ValueError(f"data/{self.settings.data} was replaced while this run trained on "
-                             f"it; stopped {where}. Prepare the earlier text again and --resume, "
-                             "or train anew")
+                             f"it; stopped {saved if begun else 'before the first step'}. Prepare "
+                             "the earlier text again and --resume, or train anew")
         if stopped:
             # without a signal here, another rank got it
             number = self.signals[0] if self.signals else signal.SIGTERM
             other = f", or with the earlier run: --out_dir={self.earlier}" if self.earlier else ""
-            self.log.say(f"stopped by {signal.Signals(number).name} {where}; "
+            self.log.say(f"stopped by {signal.Signals(number).name} {saved}; "
                          f"go on with --resume --out_dir={self.out_dir}{other}")
             sys.exit(128 + number)
-        if not begun:
+        if begun:
+            tokens = self.step * tokens_per_step(self.settings)
+            self.log.say(f"done: {self.step} updates in {self.seconds:.0f} s, {tokens:,} tokens; "
+                         f"sample with: python sample.py --out_dir={self.out_dir}")
+        else:
             self.log.say(f"nothing to do: the run in {self.out_dir} has {self.step} updates "
-                         f"already, and steps = {self.settings.steps}; give a larger --steps")
-            return
-        tokens = self.step * tokens_per_step(self.settings)
-        self.log.say(f"done: {self.step} updates in {self.seconds:.0f} s, {tokens:,} tokens; "
-                     f"sample with: python sample.py --out_dir={self.out_dir}")
+                         f"already; give more than --steps={self.settings.steps}")
 
     def __exit__(self, kind, error, traceback):
         """Whatever ends a run: save the last update, if it is whole, and let go of everything."""
         self.log.close()
         failed = isinstance(error, Exception) and not isinstance(error, FloatingPointError)
-        fit = self.lock and self.between_steps and self.ranks.world_size == 1
-        if failed and fit and self.saved_at != self.step:
+        ours = self.ranks.world_size == 1 and not self.lock.closed
+        if failed and ours and self.between_steps and self.saved_at != self.step:
             with contextlib.suppress(OSError, RuntimeError, MemoryError):
                 self.save()
                 self.log.say(f"saved {self.step} updates in {self.out_dir} before the error")
@@ -455,9 +437,9 @@ class Data:
 def what_is_not_finite(run, loss, norm, batch):
     """The message for a loss or gradient that is not finite, with the place where it began."""
     place = where_it_began(run.model, *batch, run.autocast)
-    good = checkpoints(run.out_dir)[-1:] if run.step else []
+    good = checkpoint.checkpoints(run.out_dir) if run.step else []
     return (f"step {run.step + 1}: loss {loss}, gradient norm {norm}; it began in {place}. Nothing "
-            f"was updated; the last good checkpoint is {good[0] if good else 'none'}. A lower lr "
+            f"was updated; the last good checkpoint is {good[-1] if good else 'none'}. A lower lr "
             "may help")
 
 
@@ -502,40 +484,38 @@ class Log:
         self.live = speaks and sys.stdout.isatty()
         self.on_live_line = self.warned = False
         self.file = self.board = self.wandb = None
-        if speaks:
-            for name in ("tensorboard", "wandb"):
-                spec = find_spec(name)            # without origin it is a folder of that name
-                if getattr(settings, name) and not (spec and spec.origin):
-                    raise ValueError(f"{name} was asked for and is not installed: pip install "
-                                     f"{name}, or leave the setting out")
+        for name in ("tensorboard", "wandb"):
+            spec = find_spec(name)                # without origin it is a folder of that name
+            if speaks and getattr(settings, name) and not (spec and spec.origin):
+                raise ValueError(f"{name} = True, but it is not installed: pip install {name}, or "
+                                 "leave the setting out")
 
     def start(self, run):
-        """The first line, and what is counted from one line to the next."""
-        self.last_step, self.last_seconds = run.step, run.seconds
-        self.violation, self.dead, self.load = 0.0, 0, {}
+        """The first line."""
+        self.begin(run)
         model, settings, ranks = run.model, run.settings, run.ranks
-        several = (f", {ranks.world_size} processes, experts over {ranks.expert_ranks}, "
-                   f"context over {ranks.context_ranks}" if ranks.world_size > 1 else "")
+        processes = (f", {ranks.world_size} processes, experts over {ranks.expert_ranks}, "
+                     f"context over {ranks.context_ranks}" if ranks.world_size > 1 else "")
         self.say(f"{model.num_params():,} parameters, {model.num_active_params():,} active; "
                  f"data/{settings.data}: {run.data.meta['train_tokens']:,} tokens, "
                  f"{tokens_per_step(settings):,} a step; {run.device}, {str(run.dtype)[6:]}"
-                 f"{several}; {run.out_dir}")
+                 f"{processes}; {run.out_dir}")
         if self.speaks and settings.wandb:
             import wandb
             self.wandb = wandb.init(project="nanoK3", name=run.out_dir.name,
                                     config=asdict(settings))
 
+    def begin(self, run):
+        """What is counted from one line to the next."""
+        self.last_step, self.last_seconds = run.step, run.seconds
+        self.violation, self.dead, self.load = 0.0, 0, {}
+
     def open(self, out_dir, step):
         """metrics.jsonl, after `step` updates: of an earlier file the lines up to there stay."""
         if not self.speaks:
             return
-        path = Path(out_dir) / "metrics.jsonl"
         try:
-            kept = [line for line in read_metrics(out_dir) if step and line["step"] <= step]
-            text = "".join(json.dumps(line) + "\n" for line in kept)
-            path.with_suffix(".tmp").write_text(text, encoding="utf-8")
-            os.replace(path.with_suffix(".tmp"), path)
-            self.file = open(path, "a", buffering=1, encoding="utf-8")
+            self.file = checkpoint.open_metrics(out_dir, step)
         except OSError as error:
             self.warn(error)
         if self.settings.tensorboard:
@@ -551,48 +531,46 @@ class Log:
 
     def training(self, run, loss, lr, norm):
         """The line for the steps since the last line. loss, lr and norm are those of this step."""
-        settings, step, seconds = run.settings, run.step, run.seconds
+        settings, step = run.settings, run.step
         tokens = tokens_per_step(settings) * (step - self.last_step)
-        speed = tokens / (seconds - self.last_seconds)
+        speed = tokens / (run.seconds - self.last_seconds)
+        minutes = run.seconds / step * (settings.steps - step) / 60
         figures = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=speed,
-                       seconds=seconds, max_violation=self.violation, dead_experts=self.dead)
+                       seconds=run.seconds, max_violation=self.violation, dead_experts=self.dead)
+        text = f"step {step:>6}/{settings.steps}  loss {loss:.4f}  {speed:>8,.0f} tokens/s"
         if run.peak:
             context, _ = current_context(settings, step - 1)
             flops = speed * run.model.flops_per_token(context)
             figures["mfu"] = flops / run.peak / run.ranks.world_size
+            text += f"  MFU {figures['mfu']:.1%}"
+        text += f"  {minutes:>5.1f} min left  max violation {self.violation:.2f}"
+        if self.dead:
+            text += f"  {self.dead} dead experts"
         shares = {i: (load / load.float().mean()).tolist() for i, load in self.load.items()}
         figures["load"] = {i: [round(share, 3) for share in layer] for i, layer in shares.items()}
-        minutes = seconds / step * (settings.steps - step) / 60
-        mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
-        dead = f"  {self.dead} dead experts" if self.dead else ""
-        self.write(f"step {step:>6}/{settings.steps}  loss {loss:.4f}  {speed:>8,.0f} tokens/s{mfu}"
-                   f"  {minutes:>5.1f} min left  max violation {self.violation:.2f}{dead}", figures,
-                   live=self.live)
-        self.violation, self.dead, self.load = 0.0, 0, {}
-        self.last_step, self.last_seconds = step, seconds
+        self.write(text, figures, live=self.live)
+        self.begin(run)
 
     def evaluation(self, run, losses):
         """losses: {"train": nats per token, "val": …}."""
-        meta = run.data.meta
-        bits = {split: loss / math.log(2) * meta[f"{split}_tokens"] / meta[f"{split}_bytes"]
-                for split, loss in losses.items()}
+        meta, figures = run.data.meta, dict(step=run.step, seconds=run.seconds)
+        for split, loss in losses.items():
+            bits = loss / math.log(2) * meta[f"{split}_tokens"] / meta[f"{split}_bytes"]
+            figures |= {f"{split}_loss": loss, f"{split}_bits_per_byte": bits}
         self.write(f"step {run.step:>6}  train {losses['train']:.4f}  val {losses['val']:.4f} nats "
-                   f"per token  = {bits['val']:.4f} bits per byte  ({run.seconds:.0f} s)",
-                   dict(step=run.step, train_loss=losses["train"], val_loss=losses["val"],
-                        train_bits_per_byte=bits["train"], val_bits_per_byte=bits["val"],
-                        seconds=run.seconds))
+                   f"per token  = {figures['val_bits_per_byte']:.4f} bits per byte  "
+                   f"({run.seconds:.0f} s)", figures)
 
     def write(self, text, figures, live=False):
         """A line on the screen, and its figures for the files."""
-        if not self.speaks:
-            return
         self.say(text, live)
         numbers = {name: value for name, value in figures.items() if name not in ("step", "load")}
         try:
             if self.file:
                 self.file.write(json.dumps(figures) + "\n")
-            for name, value in numbers.items() if self.board else ():
-                self.board.add_scalar(name, value, figures["step"])
+            if self.board:
+                for name, value in numbers.items():
+                    self.board.add_scalar(name, value, figures["step"])
             if self.wandb:
                 self.wandb.log(numbers, step=figures["step"])
         except Exception as error:                # a full disk, or what the boards come up with
@@ -619,9 +597,8 @@ class Log:
         if not self.warned:
             self.warned = True
             with contextlib.suppress(OSError):
-                reason = getattr(error, "strerror", None) or error
-                print("\n" * self.on_live_line + f"warning: a line of the log cannot be written "
-                      f"({reason}); the run goes on without", file=sys.stderr, flush=True)
+                print("\n" * self.on_live_line + "warning: a line of the log cannot be written "
+                      f"({cli.first_line(error)}); the run goes on without", file=sys.stderr)
 
     def close(self):
         """The files; what is said from now on only goes to the screen."""
@@ -629,9 +606,8 @@ class Log:
             self.on_live_line = False
             self.say("")
         with contextlib.suppress(OSError):
-            for sink in (self.file, self.board):
-                if sink:
-                    sink.close()
+            for sink in filter(None, (self.file, self.board)):
+                sink.close()
         if self.wandb:
             self.wandb.finish()
         self.file = self.board = self.wandb = None
@@ -658,7 +634,7 @@ def read_arguments(arguments):
 def resumed_settings(given, saved, out_dir):
     """The settings of a run that goes on: its own, but for those that it may change."""
     own = {**saved["settings"], **saved["config"]}
-    odd = (own.keys() - TYPES.keys()) | ({"random", "seconds"} - saved.keys())
+    odd = own.keys() - TYPES.keys()
     if odd:
         raise ValueError(f"the checkpoint in {out_dir} is of another version of nanoK3, which "
                          f"differs in {', '.join(sorted(odd))}; use the version that wrote it")
@@ -666,50 +642,46 @@ def resumed_settings(given, saved, out_dir):
         if name not in FREE and own.get(name) != value:
             raise ValueError(f"{name} = {value!r}, but the run in {out_dir} has {own.get(name)!r}; "
                              "leave it out to resume, or start a new run")
-    return {**own, **{name: value for name, value in given.items() if name in FREE}}
+    return own | {name: value for name, value in given.items() if name in FREE}
 
 
 def make_settings(given, enc):
     """→ Settings, K3Config, checked. The vocabulary is the tokenizer's; a larger one pads it."""
     names = {f.name for f in fields(Settings)}
-    settings = Settings(**{name: value for name, value in given.items() if name in names})
+    s = Settings(**{name: value for name, value in given.items() if name in names})
     sizes = {name: value for name, value in given.items() if name not in names}
     config = K3Config(**{"vocab_size": enc.n_vocab, **sizes})
     if config.vocab_size < enc.n_vocab:
-        raise ValueError(f"vocab_size = {config.vocab_size}: the tokenizer of data/{settings.data} "
-                         f"has {enc.n_vocab} tokens; leave vocab_size out, or give as many")
-    for name in ("batch_size", "context", "grad_accum", "steps", "log_every", "eval_every",
-                 "eval_batches", "timeout"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} = {getattr(settings, name)}: must be at least 1")
-    if not 0 <= settings.seed < 2 ** 64:
-        raise ValueError(f"seed = {settings.seed}: expected 0 ≤ seed < 2**64")
-    if (settings.lr <= 0 or not 0 <= settings.min_lr <= 1 or settings.weight_decay < 0
-            or settings.grad_clip < 0):
-        raise ValueError("expected lr > 0, 0 ≤ min_lr ≤ 1, weight_decay ≥ 0, grad_clip ≥ 0")
-    for name, words in (("schedule", ("cosine", "wsd")), ("optimizer", ("muon", "whole", "adamw"))):
-        if getattr(settings, name) not in words:
-            raise ValueError(f"{name} = {getattr(settings, name)!r}: expected {' or '.join(words)}")
-    if not stages_fit(settings):
-        tokens = settings.batch_size * settings.context
-        raise ValueError(f"context_stages = {settings.context_stages}: expected (part of the run, "
-                         "context) pairs that start at 0 and ascend, each context dividing "
-                         f"batch_size · context = {tokens}, the last one being {settings.context}")
-    return settings, config
+        raise ValueError(f"vocab_size = {config.vocab_size}: the tokenizer of data/{s.data} has "
+                         f"{enc.n_vocab} tokens; leave vocab_size out, or give as many")
+    counts = ("batch_size", "context", "grad_accum", "steps", "log_every", "eval_every",
+              "eval_batches", "timeout")
+    for name, fits, expected in [
+            *((name, getattr(s, name) >= 1, "at least 1") for name in counts),
+            ("seed", 0 <= s.seed < 2 ** 64, "0 ≤ seed < 2**64"),
+            ("lr", s.lr > 0, "lr > 0"),
+            ("min_lr", 0 <= s.min_lr <= 1, "0 ≤ min_lr ≤ 1"),
+            ("weight_decay", s.weight_decay >= 0, "weight_decay ≥ 0"),
+            ("grad_clip", s.grad_clip >= 0, "grad_clip ≥ 0"),
+            ("schedule", s.schedule in ("cosine", "wsd"), "cosine or wsd"),
+            ("optimizer", s.optimizer in ("muon", "whole", "adamw"), "muon, whole or adamw"),
+            ("context_stages", stages_fit(s),
+             "(part of the run, context) pairs that start at 0 and ascend, each context dividing "
+             f"batch_size · context = {s.batch_size * s.context}, the last one being {s.context}")]:
+        if not fits:
+            raise ValueError(f"{name} = {getattr(s, name)!r}: expected {expected}")
+    return s, config
 
 
 def stages_fit(settings):
-    stages = settings.context_stages
+    stages, tokens = settings.context_stages, settings.batch_size * settings.context
     for stage in stages:
-        if type(stage) is not tuple or len(stage) != 2 or type(stage[1]) is not int or stage[1] < 1:
-            return False
-        if type(stage[0]) not in (int, float) or not 0 <= stage[0] < 1:
-            return False
-        if settings.batch_size * settings.context % stage[1]:
+        types = [type(x) for x in stage] if type(stage) is tuple else []
+        if types not in ([int, int], [float, int]) or stage[1] < 1 or tokens % stage[1]:
             return False
     begins = [begin for begin, _ in stages]
-    ascend = begins == sorted(set(begins))
-    return not stages or (begins[0] == 0 and ascend and stages[-1][1] == settings.context)
+    return not stages or (begins[0] == 0 and begins[-1] < 1 and begins == sorted(set(begins))
+                          and stages[-1][1] == settings.context)
 
 
 def load_released(folder, given, enc):
@@ -718,30 +690,25 @@ def load_released(folder, given, enc):
     says otherwise or if the data were prepared with another tokenizer.
     """
     config = K3Config.from_released(folder)
-    training = {name: value for name, value in given.items()
-                if name in ("qat", "balance", "router_bias_ema")}
-    # two ways to say which layers are MLA: compared by what they mean
-    layers = {name: value for name, value in given.items()
-              if name in ("mla_every", "full_attn_layers")}
-    theirs = asdict(config) | dict.fromkeys(layers, mla_layers(config))
-    for name, value in given.items():
-        if name in layers:
-            value = mla_layers(replace(config, **{"full_attn_layers": (), **layers}))
-        if name in theirs and name not in training and value != theirs[name]:
+    own, asked = asdict(config), dict(given)
+    training = {name: asked.pop(name) for name in ("qat", "balance", "router_bias_ema")
+                if name in asked}
+    layers = {name: given[name] for name in ("mla_every", "full_attn_layers") if name in given}
+    if layers:                    # two ways to say which layers are MLA: compared by what they mean
+        mla = lambda config: [i + 1 for i in range(config.n_layer) if config.is_mla(i)]
+        same = replace(config, **{"full_attn_layers": (), **layers})
+        own |= dict.fromkeys(layers, mla(config))
+        asked |= dict.fromkeys(layers, mla(same))
+    for name, value in asked.items():
+        if name in own and value != own[name]:
             raise ValueError(f"{name} = {given[name]!r}, but the weights in {folder} have "
-                             f"{theirs[name]!r}; leave it out")
+                             f"{own[name]!r}; leave it out")
     model = K3.from_pretrained(folder, torch.float32, **training)
-    ours = tokenizer.to_dict(enc)
-    theirs = tokenizer.to_dict(model.tokenizer or enc)
-    if any(ours[key] != theirs[key] for key in ("pattern", "ranks", "special")):
+    prepared, released = (tokenizer.to_dict(x) for x in (enc, model.tokenizer or enc))
+    if any(prepared[key] != released[key] for key in ("pattern", "ranks", "special")):
         raise ValueError(f"the data were prepared with tokenizer {enc.name}, not with that of "
                          f"{folder}; prepare them with --tokenizer={folder}/tiktoken.model")
     return model
-
-
-def mla_layers(config):
-    """The numbers of the MLA layers, from 1."""
-    return [i + 1 for i in range(config.n_layer) if config.is_mla(i)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -793,14 +760,13 @@ def main(arguments):
 
 def what_to_change(error):
     """One line for a failure of the machine that a setting can avoid, else None."""
-    reason = (str(error).splitlines() or [""])[0][:150]
+    reason = cli.first_line(error)
     if cli.is_out_of_memory(error):
         return (f"out of memory ({reason}); a smaller --batch_size with a larger --grad_accum, or "
                 "a shorter --context, needs less")
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return (f"torch.compile failed ({reason}); it needs a C++ compiler, and triton on a GPU: "
                 "install what is missing, or leave --compile out")
-    return None
 
 
 if __name__ == "__main__":
