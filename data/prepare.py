@@ -8,6 +8,7 @@ Text to tokens, once, before training.
     python data/prepare.py FILE_OR_FOLDER_OR_GLOB …
                                             your own text, UTF-8; folders are read to the bottom,
                                             hidden files left out
+    python data/prepare.py captions.jsonl   texts with images (images.py says how); needs Pillow
 
     --name=NAME           of the data set; otherwise shakespeare, stdlib, or that of the one file or
                           folder
@@ -21,6 +22,7 @@ Text to tokens, once, before training.
     --limit=SIZE          only the first so many bytes of text, such as 200MB
     --documents=N         only the first so many documents
     --workers=N           threads that encode; all cores, unless told otherwise
+    --patch=14            of images: vit_patch of the model that is to see them
 
 It writes data/NAME/, next to this file:
 
@@ -63,6 +65,7 @@ from data import corpus, tokenizer  # noqa: E402
 from data.corpus import SHAKESPEARE, shakespeare, stdlib  # noqa: E402, F401
 
 FILES = ("train.bin", "val.bin", "tokenizer.tiktoken", "meta.json")
+IMAGE_FILES = ("train.images", "val.images", "train.pixels", "val.pixels")   # if there are any
 
 
 # ---- text to token files
@@ -72,18 +75,54 @@ def prepare(sources, name, which="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fra
     """
     Sources (corpus.py says of what kinds), or a Survey of them → data/NAME, and its meta.json's
     content. cut: characters of training, instead of val_fraction.
-
-    All is written under other names first: a run that fails or is killed leaves the data set that
-    was there, or none.
     """
     text = sources if isinstance(sources, Survey) else survey((source, True) for source in sources)
     cut = cut or int(text.characters * (1 - val_fraction))
     enc = tokenizer.make(which, training_sample(text, cut, bpe_bytes), vocab_size)
+
+    def write(paths):
+        return write_all_but_meta(text, cut, enc, paths, workers)
+    return store(name, FILES, write)
+
+
+def prepare_captions(path, name, which, vocab_size, val_fraction, patch):
+    """A .jsonl file of texts with images → data/NAME; the last lines are for validation."""
+    from data import images  # and with it torch, which text alone does without
+    documents = images.captions(path)
+    cut = int(len(documents) * (1 - val_fraction))
+    if not 0 < cut < len(documents):
+        raise ValueError(f"{path}: {len(documents)} documents are too few to train on some and "
+                         "validate on others; give more, or another --val_fraction")
+    texts = (part for document in documents[:cut] for part in document if isinstance(part, str))
+    enc = tokenizer.with_media(tokenizer.make(which, texts, vocab_size))
+    return prepare_images(dict(train=documents[:cut], val=documents[cut:]), name, enc, patch)
+
+
+def prepare_images(splits, name, enc, patch):
+    """{"train": documents, "val": documents}, as images.py has them → data/NAME."""
+    from data import images  # and with it torch, which text alone does without
+
+    def write(paths):
+        sizes, digest = dict(patch=patch, documents=0), hashlib.sha256()
+        for split, documents in splits.items():
+            found = images.write(paths, split, documents, enc, patch, digest)
+            sizes["documents"] += found.pop("documents")
+            sizes |= {f"{split}_{name}": size for name, size in found.items()}
+        return describe(enc, paths, digest) | sizes
+    return store(name, IMAGE_FILES + FILES, write)
+
+
+def store(name, files, write):
+    """
+    data/NAME. write({file: path}) writes all of its files but meta.json and gives the content of
+    that. It writes under other names: a run that fails or is killed leaves the data set that was
+    there, or none.
+    """
     folder = HERE / name
     try:
         with only_writer(folder):
             check_owner(folder)
-            return write_data_set(text, cut, enc, folder, workers)
+            return write_data_set(folder, files, write)
     except OSError as error:
         raise OSError(f"could not write {folder} ({error.strerror or error}); make room or give "
                       "access, and try again") from None
@@ -101,17 +140,17 @@ def training_sample(text, cut, most):
             yield piece
 
 
-def write_data_set(text, cut, enc, folder, workers):
-    temporary = {file: folder / f"{file}.tmp" for file in FILES}
+def write_data_set(folder, files, write):
+    temporary = {file: folder / f"{file}.tmp" for file in files}
     try:
-        meta = {"name": folder.name, **write_all_but_meta(text, cut, enc, temporary, workers)}
+        meta = {"name": folder.name, **write(temporary)}
         write_text(temporary["meta.json"], json.dumps(meta, indent=1))
     except BaseException:
         for path in temporary.values():
             path.unlink(missing_ok=True)
         raise
     (folder / "meta.json").unlink(missing_ok=True)
-    for file in FILES:                             # meta.json last: with it the data set is whole
+    for file in files:                             # meta.json last: with it the data set is whole
         os.replace(temporary[file], folder / file)
     return meta
 
@@ -126,13 +165,17 @@ def write_all_but_meta(text, cut, enc, paths, workers):
         raise ValueError(f"{text.characters} characters of text are too few: training has "
                          f"{tokens['train']} tokens and validation {tokens['val']}, and each needs "
                          "two or more; give more text or another val_fraction")
+    return describe(enc, paths, digest) | dict(
+        train_tokens=tokens["train"], val_tokens=tokens["val"],
+        train_bytes=sizes["train"], val_bytes=sizes["val"], documents=text.documents)
+
+
+def describe(enc, paths, digest):
+    """Writes the tokenizer's file → what meta.json says of it and of all that was written."""
     kind = tokenizer.to_dict(enc)
     write_text(paths["tokenizer.tiktoken"], kind.pop("ranks"))
     return dict(tokenizer=kind, vocab_size=enc.n_vocab,
-                dtype=np.dtype(token_dtype(enc.n_vocab)).name,
-                train_tokens=tokens["train"], val_tokens=tokens["val"],
-                train_bytes=sizes["train"], val_bytes=sizes["val"],
-                documents=text.documents, sha256=digest.hexdigest())
+                dtype=np.dtype(token_dtype(enc.n_vocab)).name, sha256=digest.hexdigest())
 
 
 def write_tokens(path, texts, enc, digest, workers=1):
@@ -395,6 +438,8 @@ def load_meta(folder):
     if source not in ("shakespeare", "stdlib", *corpus.CORPORA):
         source = f"YOUR_TEXT --name={shlex.quote(folder.name)}"
     again = f"run: python data/prepare.py {source}"
+    if source.endswith("--name=reading"):
+        again = "run: python data/reading.py"
     if not (folder / "meta.json").is_file():
         raise FileNotFoundError(f"{folder} is no prepared data set (it has no meta.json); {again}")
     try:
@@ -412,9 +457,11 @@ def load_meta(folder):
     if enc.n_vocab != vocab_size:
         raise ValueError(f"{folder}: meta.json has a vocabulary of {vocab_size}, its "
                          f"tokenizer one of {enc.n_vocab}; {again}")
+    if "patch" in meta:
+        check_images(folder, meta, again)
     for split, size in expected.items():
         file = folder / f"{split}.bin"
-        actual = file.stat().st_size if file.is_file() else 0
+        actual = file_size(file)
         if actual != size:
             raise ValueError(f"{file} has {actual} bytes, but {meta[f'{split}_tokens']} ids of "
                              f"{meta['dtype']} are {size}: wrong width or cut short; {again}")
@@ -424,6 +471,25 @@ def load_meta(folder):
                 raise ValueError(f"{file} has ids at or above the vocabulary of "
                                  f"{vocab_size}; {again}")
     return meta, enc
+
+
+def check_images(folder, meta, again):
+    for split in ("train", "val"):
+        try:
+            expected = dict(pixels=meta[f"{split}_patches"] * 3 * meta["patch"] ** 2,
+                            images=meta[f"{split}_images"] * 5 * 8)
+        except (KeyError, TypeError):
+            raise ValueError(f"{folder} is spoiled: meta.json does not say how many images there "
+                             f"are; {again}") from None
+        for kind, size in expected.items():
+            file = folder / f"{split}.{kind}"
+            if file_size(file) != size:
+                raise ValueError(f"{file} has {file_size(file)} bytes, expected {size}: cut short, "
+                                 f"or of another data set; {again}")
+
+
+def file_size(file):
+    return file.stat().st_size if file.is_file() else 0
 
 
 def open_tokens(folder, split, meta):
@@ -440,7 +506,8 @@ def open_tokens(folder, split, meta):
 def main(arguments):
     given, sources = options(arguments, dict(
         name="", tokenizer="bpe", vocab_size=tokenizer.VOCAB_SIZE, bpe_bytes="200MB",
-        val_fraction=0.1, text_key="text", limit="", documents=0, workers=0))
+        val_fraction=0.1, text_key="text", limit="", documents=0, workers=0,
+        patch=14))
     asked = {name.lstrip("-").partition("=")[0] for name in arguments if name.startswith("-")}
     check_options(given, asked, sources)
     left = {"bytes": size_of("limit", given["limit"]) if "limit" in asked else sys.maxsize,
@@ -456,6 +523,10 @@ def main(arguments):
     else:
         found = corpus.own_text(sources, skipped)
     name = data_name(given["name"], "name" in asked, sources)
+    if known and holds_images(Path(known)):
+        meta = prepare_captions(Path(known), name, given["tokenizer"], given["vocab_size"],
+                                given["val_fraction"], given["patch"])
+        return told(meta, f"{meta['train_images'] + meta['val_images']:,} images")
     # Two errors that should come before the reading, not after it
     check_owner(HERE / name)
     tokenizer.make(given["tokenizer"], (), 257)
@@ -468,9 +539,13 @@ def main(arguments):
             cut = sum(size for _, size in text.sources[:-named.validation])
     meta = prepare(text, name, given["tokenizer"], given["vocab_size"], given["val_fraction"], cut,
                    size_of("bpe_bytes", given["bpe_bytes"]), given["workers"] or cores())
-    tokens = meta["train_tokens"] + meta["val_tokens"]
+    told(meta, corpus.told(skipped) if known != "stdlib" else "")
+
+
+def told(meta, also):
+    """What was made, on the screen."""
+    name, tokens = meta["name"], meta["train_tokens"] + meta["val_tokens"]
     size = meta["train_bytes"] + meta["val_bytes"]
-    also = corpus.told(skipped) if known != "stdlib" else ""
     print(f"{meta['documents']:,} documents, {size:,} bytes of text{'; ' * bool(also)}{also}")
     print(f"tokenizer {meta['tokenizer']['name']}, vocabulary {meta['vocab_size']:,}, "
           f"{size / tokens:.2f} bytes a token")
@@ -491,6 +566,14 @@ def size_of(name, text):
     return size
 
 
+def holds_images(path):
+    """Whether a file is one of captions: text in .jsonl whose lines name images."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return any(b'"images"' in line for line in file)
+
+
 def check_options(given, asked, sources):
     which = given["tokenizer"]
     if not sources:
@@ -503,6 +586,9 @@ def check_options(given, asked, sources):
         raise ValueError(f"--vocab_size={given['vocab_size']}: expected 257 (256 bytes and "
                          f"end-of-text) to {tokenizer.MOST_TOKENS}")
     size_of("bpe_bytes", given["bpe_bytes"])
+    if not 1 <= given["patch"] <= 256:
+        raise ValueError(f"--patch={given['patch']}: expected 1 to 256, the side of a patch in "
+                         "pixels")
     if not 0 < given["val_fraction"] < 1:
         raise ValueError(f"--val_fraction={given['val_fraction']}: expected a number between 0 and "
                          "1")

@@ -56,7 +56,9 @@ K3_PATTERN = "|".join([
     r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
 # K3's special tokens are the 256 ids after its ranks. These have a name; build() names the others.
 K3_SPECIAL = {"[BOS]": 0, "[EOS]": 1, "<|end_of_msg|>": 2, "<|open|>": 3, "<|close|>": 4,
-              "<|sep|>": 5, "[UNK]": 254, "[PAD]": 255}
+              "<|sep|>": 5, "<|media_begin|>": 18, "<|media_content|>": 19, "<|media_end|>": 20,
+              "<|media_pad|>": 21, "[UNK]": 254, "[PAD]": 255}
+MEDIA = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")   # of an image
 
 
 # ---- making one
@@ -163,6 +165,13 @@ def from_tiktoken(name):
                          "(--tokenizer=path/to/r50k_base.tiktoken is GPT-2's), or use bpe or "
                          "bytes") from None
     return build(name, enc._pat_str, enc._mergeable_ranks, enc._special_tokens)
+
+
+def with_media(enc):
+    """The same tokenizer with MEDIA among its special tokens, after all others if it had none."""
+    missing = [name for name in MEDIA if name not in enc._special_tokens]
+    added = {name: enc.n_vocab + i for i, name in enumerate(missing)}
+    return build(enc.name, enc._pat_str, enc._mergeable_ranks, {**enc._special_tokens, **added})
 
 
 # ---- reading one
@@ -372,6 +381,12 @@ def special_ids(enc):
     return dict(bos_token_id=tokens.get("[BOS]", end),
                 eos_token_id=tokens.get("<|end_of_msg|>", end),
                 pad_token_id=tokens.get("[PAD]", end))
+
+
+def media_ids(enc):
+    """The ids of MEDIA, or None if the tokenizer has no words for images."""
+    ids = [enc._special_tokens.get(name) for name in MEDIA]
+    return None if None in ids else ids
 
 
 def encode(enc, text):
