@@ -27,6 +27,7 @@ from kda import KDA
 from mla import GatedMLA, largest_logit  # noqa: F401 (importable from here, too)
 from moe import LatentMoE, SiTUGLU, load_figures
 from ops import RMSNorm, fp32
+from vision import VisionTower, features_here, wrong_count
 
 
 class Layer(nn.Module):
@@ -76,16 +77,20 @@ class K3(nn.Module):
         self.out_mix = None if config.attn_res == "none" else Mix(d, eps)
         self.norm = RMSNorm(d, eps)
         self.lm_head = nn.Linear(d, config.vocab_size, bias=False)
+        self.vision = VisionTower(config) if config.vit_layers else None
+        self.context_group = None  # of the ranks that hold one sequence between them
         self.tokenizer = None  # the tiktoken.Encoding that came with the weights, if any
         if not self.lm_head.weight.is_meta:
             self.init_weights()
 
-    def forward(self, idx, targets=None, cache=None, last_only=False):
+    def forward(self, idx, targets=None, cache=None, last_only=False, images=None):
         """
         idx, targets (B, T) int64 → logits and loss. Logits are (B, T, vocab), or (B, 1, vocab) with
         last_only. The loss is the mean cross-entropy in nats, None without targets. A target of −1
         is ignored, and its token does not count for balance. cache: from new_cache; the tokens then
-        follow those of earlier calls.
+        follow those of earlier calls. images: (patches, grids) as vision.py takes them; idx holds
+        one media_pad per feature, in order, row by row, and their targets are −1. Image tokens do
+        count for balance, as they are routed.
         """
         if idx.dim() != 2 or idx.shape[1] < 1 or idx.dtype not in (torch.int64, torch.int32):
             raise ValueError("idx: expected token ids (B, T ≥ 1), int64 or int32, got "
@@ -93,17 +98,40 @@ class K3(nn.Module):
         if targets is not None and (targets.shape != idx.shape or targets.dtype != torch.int64):
             raise ValueError(f"targets: expected int64 of idx's shape {tuple(idx.shape)}, got "
                              f"{tuple(targets.shape)} {targets.dtype}")
-        stream = Stream(self.embed(idx))  # (B, T, d)
+        x = self.embed_with_images(idx, images) if self.vision else self.embed(idx)  # (B, T, d)
+        if images is not None and self.vision is None:
+            raise ValueError("images: this model has no vision tower (vit_layers = 0)")
+        stream = Stream(x)
         all_count = targets is None or (targets != -1).all()
         counted = None if all_count else targets != -1
+        if counted is not None and self.vision:
+            counted = counted | (idx == self.config.media_pad)
         for i, layer in enumerate(self.layers):
             layer(stream, cache[i] if cache else None, counted)
         x = self.norm(stream.read(self.out_mix))  # (B, T, d)
         logits = self.lm_head(x[:, -1:] if last_only else x)
         if targets is None:
             return logits, None
+        if counted is not None and not (targets != -1).any():
+            return logits, 0 * logits.sum()  # a rank's segment may be all image
         loss = F.cross_entropy(fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
+
+    @torch.compiler.disable  # how many features there are is known only here
+    def embed_with_images(self, idx, images):
+        """
+        idx (B, T) → (B, T, d): embeddings, and where pads stand the features of the images. Nothing
+        is written in place: gradients reach the embedding and the tower.
+        """
+        x, pads = self.embed(idx), idx == self.config.media_pad
+        if images is None and not pads.any():
+            return x
+        features = x[:0, 0] if images is None else self.vision(*images)  # (N, d)
+        if self.context_group and images is not None:
+            features = features_here(features, pads, self.context_group)
+        if pads.sum() != len(features):
+            raise ValueError(wrong_count(pads.sum(), len(features)))
+        return x.masked_scatter(pads.unsqueeze(-1), features.to(x.dtype))
 
     @torch.no_grad()
     def init_weights(self):
@@ -113,10 +141,11 @@ class K3(nn.Module):
         the last matrix of a part  zero, so that every part starts by adding nothing: o_proj of
                                    attention, down_proj of dense and shared MLP, W↑ of MoE (w2 of
                                    the experts only without a latent: were both zero, neither would
-                                   ever get a gradient)
+                                   ever get a gradient); W_o and W_fc1 of the vision tower
         all other matrices         normal, std 1/√(input width)
         convolutions               uniform ±1/√width
-        norm weights               1
+        norm weights               1; vision.post_norm 0.1, so that features start as small as the
+                                   embeddings beside which mixtures read them
         pseudo-queries w           0: a plain mean over depth
         A_log                      0
         dt_bias                    softplus⁻¹ of log-uniform [0.001, 0.1]
@@ -130,6 +159,8 @@ class K3(nn.Module):
                 zero.append(mlp.up_proj.weight if mlp.latent else mlp.w2)
                 mlp = mlp.shared
             zero.append(mlp.down_proj.weight)
+        for block in self.vision.blocks if self.vision else ():
+            zero += [block.wo.weight, block.fc1.weight]
         zero = {id(p) for p in zero}
         for name, p in self.named_parameters():
             if id(p) in zero or name.endswith((".w", "A_log")):
@@ -144,7 +175,7 @@ class K3(nn.Module):
             elif p.dim() >= 2:
                 p.normal_(std=p.shape[-1] ** -0.5)
             else:
-                p.fill_(1)
+                p.fill_(0.1 if name == "vision.post_norm.weight" else 1)
 
     # ---- generation
 
@@ -153,12 +184,13 @@ class K3(nn.Module):
         return [layer.attn.new_cache(batch_size) for layer in self.layers]
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stream=False,
-                 vocab_size=None):
+                 vocab_size=None, images=None):
         """
         idx (B, T ≥ 1) → (B, T + max_new_tokens); with stream=True an iterator over the new tokens,
         each (B, 1). temperature 0 takes the likeliest token. top_k: only the k likeliest; top_p:
         only the likeliest that together reach p. vocab_size: ids from there on, which only pad the
-        vocabulary, are never sampled. Draws from torch's global generator.
+        vocabulary, are never sampled. images: of idx, as in forward; no pad is sampled. Draws from
+        torch's global generator.
         """
         if idx.dim() != 2 or idx.shape[1] < 1:
             raise ValueError("idx: expected (B, T) with at least one token to start from, got "
@@ -167,22 +199,24 @@ class K3(nn.Module):
         if not (temperature >= 0 and good_k and good_p):
             raise ValueError("expected temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1; got "
                              f"{temperature}, {top_k}, {top_p}")
-        tokens = self._generate(idx, max_new_tokens, temperature, top_k, top_p, vocab_size)
+        tokens = self._generate(idx, max_new_tokens, temperature, top_k, top_p, vocab_size, images)
         return tokens if stream else torch.cat([idx, *tokens], dim=1)
 
     @torch.no_grad()
-    def _generate(self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size):
+    def _generate(self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size, images):
         cache = self.new_cache(idx.shape[0])
         for _ in range(max_new_tokens):
             was_training = self.training  # between two tokens the mode is the caller's
             if was_training:
                 self.eval()
             try:
-                logits, _ = self(idx, cache=cache, last_only=True)
+                logits, _ = self(idx, cache=cache, last_only=True, images=images)
             finally:
                 if was_training:
                     self.train()
-            logits = fp32(logits[:, -1, :vocab_size])  # (B, vocab)
+            logits, images = fp32(logits[:, -1, :vocab_size]), None  # (B, vocab)
+            if self.vision:
+                logits[:, self.config.media_pad:][:, :1] = -torch.inf
             idx = sample_token(logits, temperature, top_k, top_p)  # (B, 1)
             yield idx
 
@@ -204,6 +238,7 @@ class K3(nn.Module):
 
     def share_context(self, group):
         """A batch is this rank's segment of each sequence; rank 0 of the group holds the first."""
+        self.context_group = group
         for layer in self.layers:
             layer.attn.context_group = group
 
@@ -235,12 +270,13 @@ class K3(nn.Module):
             raise ValueError("num_experts_per_token = 1 with latent_norm = True: the norm cancels "
                              "the one routing weight, so the router would never learn. Train with "
                              "2 experts per token or more, or with latent_norm = False")
-        per_head, whole, decayed, plain, queries = self.parameter_lists()
+        per_head, whole, decayed, plain, queries, of_tower = self.parameter_lists()
         if optimizer == "adamw":
-            matrices, decayed = [], per_head + whole + decayed
+            matrices, decayed = [], per_head + of_tower + whole + decayed
         else:
-            heads = c.n_head if optimizer == "muon" else 1
+            heads, blocks = (c.n_head, 3 * c.vit_heads) if optimizer == "muon" else (1, 1)
             matrices = [dict(params=per_head, blocks=heads), dict(params=whole)]
+            matrices += [dict(params=of_tower, blocks=blocks)] if of_tower else []
         # AdamW moves all d entries of a pseudo-query at once, and a logit is their sum, with no
         # 1/√d: hence a tenth of the rate
         others = [dict(params=decayed), dict(params=plain, weight_decay=0.0),
@@ -252,10 +288,11 @@ class K3(nn.Module):
 
     def parameter_lists(self):
         """
-        Each parameter in exactly one of five lists: matrices cut by head, whole matrices (stacks of
-        matrices included), AdamW with decay, AdamW without, pseudo-queries.
+        Each parameter in exactly one of six lists: matrices cut by head, whole matrices (stacks of
+        matrices included), AdamW with decay, AdamW without, pseudo-queries, and the vision tower's
+        W_qkv, cut by head in each of its three parts.
         """
-        per_head, whole, queries = [], [], []
+        per_head, whole, queries, of_tower = [], [], [], []
         decayed, plain = [self.embed, self.lm_head], [self.norm]
         mixes = [mix for layer in self.layers for mix in (layer.attn_mix, layer.mlp_mix)]
         for mix in filter(None, [self.out_mix, *mixes]):
@@ -279,8 +316,17 @@ class K3(nn.Module):
                 plain += [m.norm] if m.norm else []
                 m = m.shared
             whole += [m.gate_proj, m.up_proj, m.down_proj]
+        if self.vision:
+            v = self.vision
+            decayed += [v.patch_map, v.table]
+            whole += [v.proj0, v.proj2]
+            plain += [v.norm, v.post_norm]
+            for block in v.blocks:
+                of_tower += [block.wqkv]
+                whole += [block.wo, block.fc0, block.fc1]
+                plain += [block.norm0, block.norm1]
         lists = [[getattr(x, "weight", x) for x in entries]
-                 for entries in (per_head, whole, decayed, plain, queries)]
+                 for entries in (per_head, whole, decayed, plain, queries, of_tower)]
         listed = sorted(id(p) for params in lists for p in params)
         assert listed == sorted(map(id, self.parameters())), "a parameter is not listed just once"
         return lists
@@ -327,11 +373,12 @@ class K3(nn.Module):
 
     def num_active_params(self):
         """
-        Those that one token meets: of the experts only the chosen ones. The input embedding, a
-        lookup, is not counted.
+        Those that one token of text meets: of the experts only the chosen ones. The input
+        embedding, a lookup, is not counted, nor is the vision tower.
         """
         idle = sum((m.E - m.k) * (m.w13[0].numel() + m.w2[0].numel()) for m in self.moes().values())
-        return self.num_params() - self.embed.weight.numel() - idle
+        tower = sum(p.numel() for p in self.vision.parameters()) if self.vision else 0
+        return self.num_params() - self.embed.weight.numel() - idle - tower
 
     def flops_per_token(self, T):
         """
@@ -412,6 +459,15 @@ class K3Config:
     attn_res: str = "block"                # or "full": a block per part, "none": x + f(x) (study)
     attn_res_block_size: int = 2           # layers per block
     rms_norm_eps: float = 1e-5
+    # images: the vision tower
+    vit_layers: int = 0                    # 0: none, the model reads text alone
+    vit_width: int = 96
+    vit_attn_width: int = 144              # of q, of k and of v, all heads together
+    vit_heads: int = 3
+    vit_mlp_width: int = 384
+    vit_patch: int = 8                     # pixels along each side of a patch
+    vit_table: int = 16                    # learned positions along each side
+    media_pad: int = -1                    # the token in whose place a feature stands; −1: none
 
     @classmethod
     def k3(cls):
@@ -421,7 +477,9 @@ class K3Config:
                    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
                    v_head_dim=128, intermediate_size=33792, num_experts=896,
                    num_experts_per_token=16, num_shared_experts=2, moe_intermediate_size=3072,
-                   routed_expert_hidden_size=3584, attn_res_block_size=12)
+                   routed_expert_hidden_size=3584, attn_res_block_size=12, vit_layers=27,
+                   vit_width=1024, vit_attn_width=1536, vit_heads=12, vit_mlp_width=4096,
+                   vit_patch=14, vit_table=64, media_pad=163605)
 
     @classmethod
     def from_released(cls, folder):
@@ -445,7 +503,7 @@ class K3Config:
                 raise ValueError(f"config: {name} = {getattr(self, name)!r}; {what}")
 
         may_be_zero = {"mla_every", "kda_key_dim", "kda_value_dim", "first_k_dense_replace",
-                       "qk_rope_head_dim", "routed_expert_hidden_size"}
+                       "qk_rope_head_dim", "routed_expert_hidden_size", "vit_layers"}
         # below g_min = -5.9, the 16-row tiles of KDA leave fp32
         ranges = dict(g_min=(-5.9, 0), router_bias_ema=(0, 1), rms_norm_eps=(1e-12, 0.1),
                       routed_scaling_factor=(1e-6, 1e6), situ_beta=(1e-3, 1e6),
@@ -454,7 +512,7 @@ class K3Config:
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and type(value) is not bool
             if kind is int:
-                least = 0 if name in may_be_zero else 1
+                least = 0 if name in may_be_zero else -1 if name == "media_pad" else 1
                 rule(type(value) is int and value >= least, name,
                      f"must be a whole number, at least {least}")
             elif kind is float and not (value is None and name.startswith("situ")):
@@ -496,6 +554,14 @@ class K3Config:
             rule(not self.latent_norm, "latent_norm",
                  f"must be False {no_latent}: there is no latent to norm")
             rule(not self.qat, "qat", f"must be '' {no_latent}: MXFP4 is for experts in a latent")
+
+        if self.vit_layers:
+            rule(self.vit_width % 2 == 0, "vit_width", "must be even: half of it is sines")
+            rule(self.vit_attn_width % (4 * self.vit_heads) == 0, "vit_attn_width",
+                 f"must be a multiple of 4 · vit_heads = {4 * self.vit_heads}: rotation takes "
+                 "four numbers of a head at a time")
+            rule(0 <= self.media_pad < self.vocab_size, "media_pad",
+                 f"must be a token's id, below vocab_size = {self.vocab_size}, with vit_layers")
 
 
 def main(arguments):

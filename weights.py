@@ -3,7 +3,7 @@ Released weights in and out: what stands behind K3.from_pretrained and K3.save_p
 
 A folder in K3's layout holds
 
-    config.json                     sizes, in a nested text_config (or bare)
+    config.json                     sizes, in a nested text_config (or bare) and a vision_config
     *.safetensors                   the tensors: one file, or many and model.safetensors.index.json
     generation_config.json, tiktoken.model, tokenizer_config.json
 
@@ -51,10 +51,12 @@ from moe import LatentMoE, mxfp4_parts
 # The tables
 #
 # A list for each part of the model; parts() says which of them a layer has, and what stands before
-# their names. Released names also follow `language_model.`, which may be missing.
+# their names. Released names also follow `language_model.`, which may be missing, but for those of
+# the vision tower and its projector.
 #
 # A shape is written with d (n_embd), H, K, V (heads, the KDA state), R and v (MLA's latent and its
-# values), l and m (the routed experts' latent and their width), and words; letters() has them all.
+# values), l and m (the routed experts' latent and their width), D, Q, F and p (the tower's widths
+# and its patches), and words; letters() has them all.
 #
 # dtype: W is the model's own, bf16 or fp32; F32 is fp32 in every file. cut: what part of our
 # parameter the released tensor is,
@@ -68,6 +70,7 @@ from moe import LatentMoE, mxfp4_parts
 #                 nibble first, and `.weight_scale`, uint8 (out, in/32)
 #     E gate      of an expert the first half of w13
 #     E up        and the second
+#     patch       a convolution there, a linear map of whole patches here
 W, F32 = "W", "F32"
 OF_MODEL = [
     # released                            ours                         shape         dtype cut
@@ -129,6 +132,24 @@ OF_MOE = [  # block_sparse_moe.… → mlp.…
     ("experts.E.w3.weight",               "w13",                       "m l",        W,   "E up"),
     ("experts.E.w2.weight",               "w2",                        "l m",        W,   "E"),
 ]
+OF_TOWER = [  # vision_tower.… → vision.…
+    ("patch_embed.proj.weight",           "patch_map.weight",          "D 3 p p",    W,   "patch"),
+    ("patch_embed.pos_emb.weight",        "table",                     "side side D",W,   "whole"),
+    ("encoder.final_layernorm.weight",    "norm.weight",               "D",          W,   "whole"),
+]
+OF_BLOCK = [  # vision_tower.encoder.blocks.N.… → vision.blocks.N.…
+    ("norm0.weight",                      "norm0.weight",              "D",          W,   "whole"),
+    ("norm1.weight",                      "norm1.weight",              "D",          W,   "whole"),
+    ("wqkv.weight",                       "wqkv.weight",               "3*Q D",      W,   "whole"),
+    ("wo.weight",                         "wo.weight",                 "D Q",        W,   "whole"),
+    ("mlp.fc0.weight",                    "fc0.weight",                "F D",        W,   "whole"),
+    ("mlp.fc1.weight",                    "fc1.weight",                "D F",        W,   "whole"),
+]
+OF_PROJECTOR = [  # mm_projector.… → vision.…
+    ("proj.0.weight",                     "proj0.weight",              "4*D 4*D",    W,   "whole"),
+    ("proj.2.weight",                     "proj2.weight",              "d 4*D",      W,   "whole"),
+    ("post_norm.weight",                  "post_norm.weight",          "d",          W,   "whole"),
+]
 
 # config.json's text_config ↔ K3Config. A missing β₁ or scaling factor means 1, a missing β₂ no
 # limit; the others must be there.
@@ -160,6 +181,15 @@ KDA_SIZES = {  # in linear_attn_config
     "short_conv_kernel_size": "conv_size",
     "gate_lower_bound": "g_min",
 }
+VISION_SIZES = {  # in vision_config
+    "vt_num_hidden_layers": "vit_layers",
+    "vt_hidden_size": "vit_width",
+    "qkv_hidden_size": "vit_attn_width",
+    "vt_num_attention_heads": "vit_heads",
+    "vt_intermediate_size": "vit_mlp_width",
+    "patch_size": "vit_patch",
+    "init_pos_emb_height": "vit_table",
+}
 FLOATS = {"routed_scaling_factor", "activation_situ_beta", "activation_situ_linear_beta",
           "rms_norm_eps", "gate_lower_bound"}
 # Fields of which this code computes one value. MUST: leaving them out means something else. ONLY:
@@ -179,6 +209,22 @@ ONLY = {
     "num_nextn_predict_layers": 0,
     "rope_scaling": None,
 }
+VISION_ONLY = {  # likewise, in vision_config
+    "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": False,
+    "init_pos_emb_time": 4,
+    "linear_bias": False,
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "mlp_type": "mlp2",
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "patch_embed_proj_bias": False,
+    "pos_emb_interpolation_mode": "bilinear",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": 1e-5,
+}
 # Fields that are read elsewhere or change nothing: who wrote it, how to sample, and rope_theta,
 # which turns nothing where nothing is rotated.
 INERT = set("""
@@ -188,8 +234,10 @@ INERT = set("""
     use_grouped_topk linear_attn_config linear_attn_config.full_attn_layers
     linear_attn_config.kda_layers quantization_config is_decoder ep_size pretraining_tp
     aux_loss_alpha seq_aux temperature top_k top_p typical_p num_beams num_beam_groups
-    num_return_sequences max_length length_penalty repetition_penalty""".split())
+    num_return_sequences max_length length_penalty repetition_penalty
+    _attn_implementation video_attn_type""".split())
 
+VISION = ("vision_tower.", "mm_projector.")
 Row = namedtuple("Row", "name ours shape dtype cut")   # name: as released, without language_model.
 
 
@@ -204,6 +252,11 @@ def parts(config):
             yield OF_DENSE, there + "mlp.", here + "mlp."
         else:
             yield OF_MOE, there + "block_sparse_moe.", here + "mlp."
+    if config.vit_layers:
+        yield OF_TOWER, "vision_tower.", "vision."
+        yield OF_PROJECTOR, "mm_projector.", "vision."
+    for i in range(config.vit_layers):
+        yield OF_BLOCK, f"vision_tower.encoder.blocks.{i}.", f"vision.blocks.{i}."
 
 
 def letters(c):
@@ -217,6 +270,8 @@ def letters(c):
         "dense": c.intermediate_size, "experts": c.num_experts,
         "l": c.routed_expert_hidden_size, "m": c.moe_intermediate_size,
         "shared": c.num_shared_experts * c.moe_intermediate_size,
+        "D": c.vit_width, "Q": c.vit_attn_width, "F": c.vit_mlp_width, "side": c.vit_table,
+        "p": c.vit_patch, "3": 3, "4": 4,
     }
 
 
@@ -244,6 +299,9 @@ def cut_out(tensor, cut):
     """The view of our parameter that is one released tensor."""
     if cut == "row":
         return tensor[None]                        # (d) → (1, d)
+    if cut == "patch":
+        side = math.isqrt(tensor.shape[1] // 3)
+        return tensor.view(-1, 3, side, side)      # (D, 3·p²) → (D, 3, p, p)
     if is_expert(cut):
         expert, *half = cut.split()
         x = tensor[int(expert)]                    # w13: (2, m, l), w2: (l, m)
@@ -273,6 +331,8 @@ def read_config(folder):
         given = read_sizes(text, kda)
         check_fields(text, kda, whole, given["n_head"])
         mla = mla_layers(kda, given["n_layer"])
+        if whole.get("vision_config") is not None and has_tower(Path(folder)):
+            given |= read_vision(whole, given)
         for quantization in (text.get("quantization_config"), whole.get("quantization_config")):
             if quantization:
                 check_quantization(quantization)
@@ -332,6 +392,45 @@ def check_fields(text, kda, whole, heads):
         rule(name in known or empty, repr(name[:80])[1:-1], value, "no such field")
 
 
+def has_tower(folder):
+    """Whether to read a vision_config: a folder with weights, but none of a tower, is text."""
+    if not any(folder.glob("*.safetensors")):
+        return True
+    return any(name.startswith(VISION) for name in read_index(folder) or read_headers(folder))
+
+
+def read_vision(whole, given):
+    """{our name: value}: VISION_SIZES from vision_config, and the token of an image pad."""
+    vision = whole["vision_config"]
+    rule(isinstance(vision, dict), "vision_config", vision, "an object")
+    sizes = {}
+    for name, ours in VISION_SIZES.items():
+        value = vision.get(name)
+        good = type(value) is int and 0 < value < 1 << 16
+        rule(good, f"vision_config.{name}", value, "a whole number from 1 to 2^16")
+        sizes[ours] = value
+    rule(sizes["vit_layers"] <= 1000, "vision_config.vt_num_hidden_layers", sizes["vit_layers"],
+         "1 to 1000")
+    only = VISION_ONLY | vision_widths(sizes["vit_table"], sizes["vit_width"], given["n_embd"])
+    for name, value in vision.items():
+        if name in only and value is not None:
+            expected = only[name]
+            good = value == expected and type(value) is type(expected)
+            rule(good, f"vision_config.{name}", value, repr(expected))
+        empty = value in (None, False, 0, "", [], {})
+        known = name in {*only, *VISION_SIZES, *INERT} or empty
+        rule(known, f"vision_config.{repr(name[:80])[1:-1]}", value, "no such field")
+    pad = whole.get("media_placeholder_token_id")
+    good = type(pad) is int and 0 <= pad < given["vocab_size"]
+    rule(good, "media_placeholder_token_id", pad, "the id of a token")
+    return sizes | dict(media_pad=pad)
+
+
+def vision_widths(table, width, text_width):
+    """The fields of vision_config that say once more what others have said."""
+    return {"init_pos_emb_width": table, "mm_hidden_size": width, "text_hidden_size": text_width}
+
+
 def mla_layers(kda, layers):
     """The numbers of the MLA layers, from 1, ascending. Of the two lists one is enough."""
     mla, linear = kda.get("full_attn_layers"), kda.get("kda_layers")
@@ -371,6 +470,7 @@ def in_released_words(folder, error):
     """K3Config's complaint about a size that came from config.json, with the name it has there."""
     ours, what = str(error).removeprefix("config: ").split(" ", 1)
     name = next((name for name in SIZES if SIZES[name] == ours), ours)
+    name = next((name for name in VISION_SIZES if VISION_SIZES[name] == ours), name)
     return f"{Path(folder) / 'config.json'}: {name} {what}"
 
 
@@ -530,7 +630,6 @@ def read_headers(folder):
 # Then what belongs where
 
 Found = namedtuple("Found", "ours cut stored scale")   # scale: of MXFP4 its scales, else None
-VISION = ("vision_tower.", "mm_projector.")
 
 
 def read_folder(folder, config):
@@ -539,7 +638,7 @@ def read_folder(folder, config):
     Errors: ValueError that names a tensor that is missing, left over, or of another dtype or shape.
     """
     folder = Path(folder)
-    left = text_tensors(folder)
+    left = model_tensors(folder, config)
     found, missing, general = [], [], None         # general: the dtype of all that is W
     for row in table(config):
         if is_expert(row.cut) and row.name + "_packed" in left:
@@ -570,15 +669,16 @@ def some(names):
     return ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")
 
 
-def text_tensors(folder):
-    """{released name without language_model.: Stored}, of all but the vision tower."""
+def model_tensors(folder, config):
+    """{name as in a Row: Stored}. Without a vision_config, a vision tower is skipped."""
     files = read_headers(folder)
     vision = [name for name in files if name.startswith(VISION)]
-    if vision:
-        print(f"skipped {len(vision)} tensors of the vision tower ({', '.join(VISION)}): nanoK3 is "
-              "text only", file=sys.stderr)
+    if vision and not config.vit_layers:
+        print(f"skipped {len(vision)} tensors of the vision tower ({', '.join(VISION)}): there is "
+              "no vision_config in config.json", file=sys.stderr)
+        files = {name: files[name] for name in files.keys() - set(vision)}
     tensors = {}
-    for name in files.keys() - set(vision):
+    for name in files:
         short = name.removeprefix("language_model.")
         if short in tensors:
             raise ValueError(f"{folder}: tensor {short} is there with language_model. before it "
@@ -845,6 +945,12 @@ def released_config(config, dtype, experts, special):
     }
     if experts == "mxfp4":
         text["quantization_config"] = QUANTIZATION
+    vision = {}
+    if config.vit_layers:
+        sizes = {name: getattr(config, ours) for name, ours in VISION_SIZES.items()}
+        widths = vision_widths(config.vit_table, config.vit_width, config.n_embd)
+        vision = {"media_placeholder_token_id": config.media_pad,
+                  "vision_config": {**sizes, **widths, **VISION_ONLY}}
     return {
         "architectures": ["KimiK3ForConditionalGeneration"],
         "model_type": "kimi_k3",
@@ -854,6 +960,7 @@ def released_config(config, dtype, experts, special):
         **special,
         "tie_word_embeddings": False,
         "text_config": text,
+        **vision,
     }
 
 
@@ -973,7 +1080,9 @@ def shared_out(rows, dtype, experts, shard_bytes):
 
 def as_released(row, parameter, dtype, experts):
     """{released name: tensor on the CPU} of a Row: one, or the two of MXFP4."""
-    name, x = "language_model." + row.name, cut_out(parameter, row.cut)
+    name, x = row.name, cut_out(parameter, row.cut)
+    if not name.startswith(VISION):
+        name = "language_model." + name
     if experts == "mxfp4" and is_expert(row.cut):
         try:
             packed, scale = mxfp4_encode(x.cpu())
@@ -1094,6 +1203,9 @@ def describe(model, folder):
           f"{c.kda_key_dim}×{c.kda_value_dim}, latents of MLA {c.kv_lora_rank} + "
           f"{c.qk_rope_head_dim}, of the experts {c.routed_expert_hidden_size}; "
           f"vocabulary {c.vocab_size:,}")
+    if c.vit_layers:
+        print(f"                a vision tower of {c.vit_layers} layers, width {c.vit_width}, "
+              f"{c.vit_heads} heads, patches of {c.vit_patch}×{c.vit_patch} pixels")
     print(f"parameters      {model.num_params():,} in all, {model.num_active_params():,} active "
           "for a token")
     print(f"weights         {amount(bf16)} in bf16, {amount(mxfp4)} with routed experts in MXFP4; "
