@@ -48,10 +48,11 @@ class GatedMLA(nn.Module):
         q, c, gate = linears(x, self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
         q = self.q_b_proj(self.q_a_layernorm(q)).view(B, T, self.H, self.nope + self.rope)
         c, k_shared = c.split([self.R, self.rope], dim=-1)
-        c = self.kv_a_layernorm(c)  # (B, T, R)
-        if self.context_group:
-            latents = self.latents_so_far(torch.cat([c, k_shared], dim=-1))
-            c, k_shared = latents.split([self.R, self.rope], dim=-1)  # (B, S ≥ T, ·)
+        c = self.kv_a_layernorm(c)  # (B, T, R), and k_shared (B, T, rope)
+        if self.context_group:  # each rank's latents go to itself and to all later ones
+            latents = torch.cat([c, k_shared], dim=-1)
+            parts = pass_on(latents, self.context_group, operator.le)  # (rank + 1, B, T, ·)
+            c, k_shared = torch.cat(parts.unbind(0), dim=1).split([self.R, self.rope], dim=-1)
         past = cache["length"] if cache else 0
         if cache:
             append(cache, torch.cat([c, k_shared], dim=-1))
@@ -101,14 +102,6 @@ class GatedMLA(nn.Module):
     def new_cache(self, batch_size):
         empty = self.o_proj.weight.new_zeros(batch_size, 0, self.R + self.rope)
         return dict(latents=empty, length=0)
-
-    def latents_so_far(self, latents):
-        """
-        Context parallelism: latents (B, T, R + rope) go to this rank and all later ones → those
-        from the start of the sequence to here, (B, S, R + rope).
-        """
-        parts = pass_on(latents, self.context_group, operator.le)  # (rank + 1, B, T, ·)
-        return torch.cat(parts.unbind(0), dim=1)
 
 
 def append(cache, new):
