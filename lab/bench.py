@@ -13,13 +13,16 @@ process, so that other programs on the machine slow both alike.
     python -m lab.bench decode      speed of prefill and decode by context length
     python -m lab.bench balance     Quantile Balancing against the sign rule, on a skewed router
     python -m lab.bench profile     where the time of a training step goes, by part
+    python -m lab.bench gpu         what a GPU is asked to do, counted without one: launches, bytes,
+                                    waits, memory, and from them its time on paper (lab/gpu.py)
     python -m lab.bench dist        experts over 2 processes against the same work without exchange;
                                     memory and traffic per GPU, on paper
 
-Names can be combined: python -m lab.bench kda moe. Two benches take a config file (otherwise the
+Names can be combined: python -m lab.bench kda moe. Three benches take a config file (otherwise the
 quickstart's) and settings: python -m lab.bench profile config/gpu_small.py --batch_size=2
 
     step       --batch_size, --context and the fields of K3Config
+    gpu        these, and --grad_accum
     profile    these, and --grad_accum, --optimizer, --device, --dtype
 
 What each idea of K3 brings, in minutes to hours: python -m lab.study.
@@ -601,8 +604,21 @@ def most_moments(model, params, processes):
                for share in muon.share_out(params, processes))
 
 
+def bench_gpu(*arguments):
+    """A step on fake tensors, as a GPU would be asked to do it."""
+    try:
+        from lab import gpu
+    except ImportError:
+        return print("triton is not installed: there are no kernels to count")
+    gpu.report(*read_settings(arguments, used=("batch_size", "context", "grad_accum")))
+
+
 BENCHES = dict(kda=bench_kda, kernels=bench_kernels, moe=bench_moe, step=bench_step,
-               decode=bench_decode, balance=bench_balance, profile=bench_profile, dist=bench_dist)
+               decode=bench_decode, balance=bench_balance, profile=bench_profile, gpu=bench_gpu,
+               dist=bench_dist)
+
+
+WITH_SETTINGS = ("step", "gpu", "profile")
 
 
 def main(arguments):
@@ -610,11 +626,12 @@ def main(arguments):
     if name in STUDIES:                                    # as in lab.study
         return STUDIES[name](rest)
     names, settings = arguments or list(BENCHES), []
-    if name in ("step", "profile") and rest and rest[0] not in BENCHES:
+    if name in WITH_SETTINGS and rest and rest[0] not in BENCHES:
         names, settings = [name], rest
     for unknown in [name for name in names if name not in BENCHES]:
         if unknown.startswith("-"):
-            raise ValueError(f"{unknown}: only step and profile take settings, one bench at a time")
+            raise ValueError(f"{unknown}: only {', '.join(WITH_SETTINGS)} take settings, "
+                             "one bench at a time")
         raise ValueError(f"no bench {unknown}; there are: {', '.join([*BENCHES, *STUDIES])}")
     train.keep_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
