@@ -36,12 +36,12 @@ class Layer(nn.Module):
     def forward(self, stream, cache=None, counted=None):
         """counted: the tokens that count for balance, (B, T) bool, or None for all."""
         x = self.attn_norm(stream.read(self.attn_mix))  # (B, T, d)
-        if self.starts_block:
+        if self.starts_block:  # every attn_res_block_size-th layer
             stream.close_block()
         stream.add(self.attn(x, cache))
 
         x = self.mlp_norm(stream.read(self.mlp_mix))  # (B, T, d)
-        if self.block_per_part:
+        if self.block_per_part:  # full AttnRes
             stream.close_block()
         stream.add(self.mlp(x, counted) if self.is_moe else self.mlp(x))
 
@@ -102,10 +102,11 @@ class K3(nn.Module):
         if images is not None and self.vision is None:
             raise ValueError("images: this model has no vision tower (vit_layers = 0)")
         stream = Stream(x)
-        all_count = targets is None or (targets != -1).all()
-        counted = None if all_count else targets != -1
-        if counted is not None and self.vision:
-            counted = counted | (idx == self.config.media_pad)
+        counted = None  # the tokens that count for balance; None for all
+        if targets is not None and (targets == -1).any():
+            counted = targets != -1
+            if self.vision:
+                counted = counted | (idx == self.config.media_pad)
         for i, layer in enumerate(self.layers):
             layer(stream, cache[i] if cache else None, counted)
         x = self.norm(stream.read(self.out_mix))  # (B, T, d)
@@ -139,9 +140,9 @@ class K3(nn.Module):
         embedding                  normal, std 0.1: mixtures read it raw, so it starts small
         lm_head                    zero: the first loss is exactly ln(vocab)
         the last matrix of a part  zero, so that every part starts by adding nothing: o_proj of
-                                   attention, down_proj of dense and shared MLP, W↑ of MoE (w2 of
-                                   the experts only without a latent: were both zero, neither would
-                                   ever get a gradient); W_o and W_fc1 of the vision tower
+                                   attention, down_proj of dense and shared MLP, W↑ of MoE or, where
+                                   there is no latent, w2 of the experts (never both: neither would
+                                   get a gradient); W_o and W_fc1 of the vision tower
         all other matrices         normal, std 1/√(input width)
         convolutions               uniform ±1/√width
         norm weights               1; vision.post_norm 0.1, so that features start as small as the
@@ -188,9 +189,9 @@ class K3(nn.Module):
         """
         idx (B, T ≥ 1) → (B, T + max_new_tokens); with stream=True an iterator over the new tokens,
         each (B, 1). temperature 0 takes the likeliest token. top_k: only the k likeliest; top_p:
-        only the likeliest that together reach p. vocab_size: ids from there on, which only pad the
-        vocabulary, are never sampled. images: of idx, as in forward; no pad is sampled. Draws from
-        torch's global generator.
+        only the likeliest that together reach p. vocab_size: ids from there on only pad the
+        vocabulary and are never sampled. images: of idx, as in forward; no pad is sampled. Draws
+        from torch's global generator.
         """
         if idx.dim() != 2 or idx.shape[1] < 1:
             raise ValueError("idx: expected (B, T) with at least one token to start from, got "
@@ -232,7 +233,7 @@ class K3(nn.Module):
             moe.share_experts(group, balance_ranks)
 
     def shared_out(self):
-        """{name: parameter} of the expert weights, if this rank holds only its part of them."""
+        """{name: parameter} of the expert weights, where each rank holds only its own experts'."""
         return {f"layers.{i}.mlp.{name}": getattr(moe, name)
                 for i, moe in self.moes().items() if moe.group for name in ("w13", "w2")}
 
@@ -281,6 +282,7 @@ class K3(nn.Module):
         # 1/√d: hence a tenth of the rate
         others = [dict(params=decayed), dict(params=plain, weight_decay=0.0),
                   dict(params=queries, weight_decay=0.0, lr=lr / 10, lr_scale=0.1)]
+        # what all ranks of a group hold alike, and can share the work of
         experts = list(self.shared_out().values())
         dense = [p for p in self.parameters() if p not in set(experts)]
         copies = [pair for pair in ((ranks, dense), (replicas, experts)) if all(pair)]
@@ -328,7 +330,7 @@ class K3(nn.Module):
         lists = [[getattr(x, "weight", x) for x in entries]
                  for entries in (per_head, whole, decayed, plain, queries, of_tower)]
         listed = sorted(id(p) for params in lists for p in params)
-        assert listed == sorted(map(id, self.parameters())), "a parameter is not listed just once"
+        assert listed == sorted(map(id, self.parameters())), "list every parameter just once"
         return lists
 
     def qk_clip(self):
@@ -382,9 +384,9 @@ class K3(nn.Module):
 
     def flops_per_token(self, T):
         """
-        Forward and backward, matrix products only, for a token of a sequence of T: 6 per active
-        parameter; MLA: 2 products with T/2 earlier tokens on average; KDA: 3 products of K×V (read
-        what the state held, add to it, read it).
+        Matrix products only, for a token of a sequence of T. A weight costs 6: multiply and add,
+        forward and in both products of backward. MLA: 2 products with T/2 earlier tokens on
+        average; KDA: 3 products of K×V (read what the state held, add to it, read it).
         """
         c, flops = self.config, 6 * self.num_active_params()
         for i in range(c.n_layer):
@@ -409,7 +411,8 @@ def sample_token(logits, temperature, top_k, top_p):
         values, order = logits.topk(min(top_k or vocab, vocab))  # (B, k), the likeliest first
         if top_p is not None and top_p < 1:
             p = values.softmax(-1)
-            values[p.cumsum(-1) - p >= top_p] = -torch.inf  # the likelier ones are enough
+            likelier = p.cumsum(-1) - p  # the probability of all that come before
+            values[likelier >= top_p] = -torch.inf
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, values)
     return torch.multinomial(logits.softmax(-1), 1)
 
@@ -483,7 +486,7 @@ class K3Config:
 
     @classmethod
     def from_released(cls, folder):
-        """The sizes in a released folder's config.json. A ValueError speaks config.json's names."""
+        """The sizes in a released folder's config.json. Errors: ValueError, in its own names."""
         given = weights.read_config(folder)
         try:
             return cls(**given)
