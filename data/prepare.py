@@ -149,7 +149,10 @@ def write_data_set(folder, files, write):
         for path in temporary.values():
             path.unlink(missing_ok=True)
         raise
+    goes = set(IMAGE_FILES) - set(files) if "patch" in earlier_meta(folder) else ()
     (folder / "meta.json").unlink(missing_ok=True)
+    for file in goes:
+        (folder / file).unlink(missing_ok=True)
     for file in files:                             # meta.json last: with it the data set is whole
         os.replace(temporary[file], folder / file)
     return meta
@@ -418,15 +421,21 @@ def only_writer(folder):
 
 def check_owner(folder):
     """Errors: ValueError if there are files of our names that prepare.py did not write."""
-    there = [file for file in FILES if (folder / file).exists()]
-    # meta.json.tmp alone is there after a stop between the first and the last file
-    for meta in (folder / "meta.json", folder / "meta.json.tmp"):
-        with contextlib.suppress(ValueError, OSError):
-            if "train_tokens" in tokenizer.read_object(meta):
-                return
-    if there:
+    there = [file for file in IMAGE_FILES + FILES if (folder / file).exists()]
+    if there and not earlier_meta(folder):
         raise ValueError(f"{folder / there[0]} was not written by prepare.py; give another --name, "
                          "or move it away")
+
+
+def earlier_meta(folder):
+    """The meta.json of the data set that is there, {} if there is none."""
+    # meta.json.tmp alone is there after a stop between the first and the last file
+    for file in ("meta.json", "meta.json.tmp"):
+        with contextlib.suppress(ValueError, OSError):
+            meta = tokenizer.read_object(folder / file)
+            if "train_tokens" in meta:
+                return meta
+    return {}
 
 
 # ---- reading it back, for train.py
@@ -523,13 +532,17 @@ def main(arguments):
     else:
         found = corpus.own_text(sources, skipped)
     name = data_name(given["name"], "name" in asked, sources)
-    if known and holds_images(Path(known)):
-        meta = prepare_captions(Path(known), name, given["tokenizer"], given["vocab_size"],
-                                given["val_fraction"], given["patch"])
-        return told(meta, f"{meta['train_images'] + meta['val_images']:,} images")
     # Two errors that should come before the reading, not after it
     check_owner(HERE / name)
     tokenizer.make(given["tokenizer"], (), 257)
+    captions = Path(os.path.expanduser(known))
+    if known and holds_images(captions):
+        refuse(asked, ("limit", "documents", "text_key", "bpe_bytes", "workers"),
+               "text without images")
+        meta = prepare_captions(captions, name, given["tokenizer"], given["vocab_size"],
+                                given["val_fraction"], given["patch"])
+        return told(meta, f"{meta['train_images'] + meta['val_images']:,} images")
+    refuse(asked, ("patch",), "texts with images")
     text = survey(found, skipped, left, named.key if named else given["text_key"],
                   named.starts if named else None)
     check_text_key("text_key" in asked, text)
@@ -570,8 +583,20 @@ def holds_images(path):
     """Whether a file is one of captions: text in .jsonl whose lines name images."""
     if path.suffix != ".jsonl" or not path.is_file():
         return False
+    end = b""                                          # of the block before
     with open(path, "rb") as file:
-        return any(b'"images"' in line for line in file)
+        while block := file.read(corpus.BLOCK):
+            if b'"images"' in end + block:
+                return True
+            end = block[-len(b'"images"'):]
+    return False
+
+
+def refuse(asked, names, what):
+    """Errors: ValueError for an option that is of no use here."""
+    for name in names:
+        if name in asked:
+            raise ValueError(f"--{name} is for {what}")
 
 
 def check_options(given, asked, sources):
