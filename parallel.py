@@ -1,11 +1,11 @@
 """
-Several processes that are one run, started by torchrun: six of them with --expert_parallel=2, and
-four with --context_parallel=2.
+Several processes that are one run, started by torchrun. Two examples: six processes with
+--expert_parallel=2, and four with --context_parallel=2.
 
-    rank     dense weights    experts of 8         rank     sequences of a batch    tokens of 512
-    0, 1     all              0–3, 4–7             0, 1     first half              0–255, 256–511
-    2, 3     all              0–3, 4–7             2, 3     second half             0–255, 256–511
-    4, 5     all              0–3, 4–7
+    ranks    dense weights    experts of 8         ranks    sequences of a batch    tokens of 512
+    0 | 1    all              0–3 | 4–7            0 | 1    first half              0–255 | 256–511
+    2 | 3    all              0–3 | 4–7            2 | 3    second half             0–255 | 256–511
+    4 | 5    all              0–3 | 4–7
 
 Dense weights are the same everywhere; torch's DDP averages their gradients. `expert_ranks`
 neighbours share out the experts of every layer (moe.py); ranks that hold the same experts, here 0,
@@ -37,7 +37,7 @@ class Ranks:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.rank = int(os.environ.get("RANK", 0))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.expert_ranks = self.context_ranks = self.data_ranks = 1
+        self.expert_ranks = self.context_ranks = self.data_ranks = self.accum = 1
         self.data_rank = 0
         # process groups: everyone; those with whom the experts or a sequence are shared out; those
         # with the same experts; everyone for Python objects
@@ -65,20 +65,16 @@ class Ranks:
         self.data_ranks = self.world_size // self.context_ranks
         # micro-batches are shared out first, then the sequences in them
         self.accum = math.gcd(settings.grad_accum, self.data_ranks)
-        lengths = [length for _, length in settings.context_stages] or [settings.context]
-        for length in lengths:
-            self.check_context(length, config.conv_size - 1)
+        shortest = config.conv_size - 1 if self.context_ranks > 1 else 1
+        for length in [length for _, length in settings.context_stages] or [settings.context]:
+            if length % self.context_ranks or length // self.context_ranks < shortest:
+                raise ValueError(f"context_parallel = {self.context_ranks}: must divide the "
+                                 f"context, {length}, into stretches of at least {shortest} tokens")
             batch = settings.batch_size * settings.context // length
             if batch % (self.data_ranks // self.accum):
                 raise ValueError(f"batch_size = {batch} at context {length} and grad_accum = "
                                  f"{settings.grad_accum} cannot be shared out evenly over "
                                  f"{self.data_ranks} processes; make their product a multiple")
-
-    def check_context(self, length, shortest):
-        parts = self.context_ranks
-        if parts > 1 and (length % parts or length // parts < shortest):
-            raise ValueError(f"context_parallel = {parts}: must divide the context, {length}, "
-                             f"into stretches of at least {shortest} tokens")
 
     def start(self, device, timeout):
         """Meet the other processes and form the groups. timeout in seconds."""
@@ -89,30 +85,29 @@ class Ranks:
                 raise ValueError(f"process {self.local_rank + 1} of this machine has no GPU to "
                                  f"itself: there are {torch.cuda.device_count()}")
             torch.cuda.set_device(self.local_rank)
-        backend, wait = "nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout)
         missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
         if missing:
             raise ValueError(f"WORLD_SIZE is {self.world_size}, but there is no "
                              f"{', '.join(sorted(missing))}: start with torchrun "
                              f"--nproc_per_node={self.world_size} train.py …, or unset WORLD_SIZE")
+        wait = timedelta(seconds=timeout)
         self.store, *_ = next(dist.rendezvous("env://", timeout=wait))
-        dist.init_process_group(backend, store=self.store, rank=self.rank,
-                                world_size=self.world_size, timeout=wait)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=self.store,
+                                rank=self.rank, world_size=self.world_size, timeout=wait)
         self.give_signs_of_life()
         self.device, self.everyone = device, dist.group.WORLD
         self.objects = dist.new_group(backend="gloo", timeout=wait)
 
-        def groups(lists):
+        def group(lists):
+            """The process group of this rank's list."""
             return dist.new_subgroups_by_enumeration(lists, timeout=wait)[0]
-
-        def neighbours(parts):
-            return groups([[*range(i, i + parts)] for i in range(0, self.world_size, parts)])
-        if self.expert_ranks > 1:
-            self.experts = neighbours(self.expert_ranks)
-            self.replicas = groups([[*range(i, self.world_size, self.expert_ranks)]
-                                    for i in range(self.expert_ranks)])
-        if self.context_ranks > 1:
-            self.context = neighbours(self.context_ranks)
+        ranks, parts = list(range(self.world_size)), self.expert_ranks
+        if parts > 1:
+            self.experts = group([ranks[i:i + parts] for i in ranks[::parts]])
+            self.replicas = group([ranks[i::parts] for i in range(parts)])
+        parts = self.context_ranks
+        if parts > 1:
+            self.context = group([ranks[i:i + parts] for i in ranks[::parts]])
 
     def give_signs_of_life(self):
         """Every two seconds, also while the main thread waits for the others."""
@@ -146,16 +141,11 @@ class Ranks:
 
     def micro_batches(self, grad_accum):
         """The numbers of those that this rank has a part in."""
-        if self.world_size == 1:
-            return range(grad_accum)
         return range(self.data_rank % self.accum, grad_accum, self.accum)
 
     def part(self, x):
         """This rank's part of a micro-batch: (B, T) → (B · accum/data_ranks, T/context_ranks)."""
-        if self.world_size == 1:
-            return x
-        rows = x.chunk(self.data_ranks // self.accum)[self.data_rank // self.accum]
-        return self.stretch(rows)
+        return self.stretch(x.chunk(self.data_ranks // self.accum)[self.data_rank // self.accum])
 
     def stretch(self, x):
         """This rank's part of sequences: (B, T) → (B, T/context_ranks)."""
@@ -182,9 +172,10 @@ class Ranks:
             dist.all_reduce(p.grad, group=self.replicas)
         dense = [p.grad for name, p in model.named_parameters()
                  if name not in experts and p.grad is not None]
-        square = torch.nn.utils.get_total_norm(dense).item() ** 2
-        own = torch.nn.utils.get_total_norm([p.grad for p in experts.values()]).item() ** 2
-        square = (square + own * self.expert_ranks) / self.world_size
+        dense = torch.nn.utils.get_total_norm(dense).item() ** 2
+        ours = torch.nn.utils.get_total_norm([p.grad for p in experts.values()]).item() ** 2
+        # the sum counts dense weights world_size times, an expert once for each of its replicas
+        square = (dense + ours * self.expert_ranks) / self.world_size
         loss, square, stop = self.sum(loss / self.world_size, square, float(stop))
         return loss, math.sqrt(square), stop > 0
 
@@ -211,30 +202,24 @@ class Ranks:
         if self.world_size == 1:
             return state, moments
         experts = model.shared_out()
-        ours = {"model": {name: state[name].cpu() for name in experts
-                          if self.rank < self.expert_ranks}}
-        for kind in moments:
-            ours[kind] = {i: {k: v.cpu() for k, v in s.items()}
-                          for i, s in moments[kind]["state"].items()}
-        parts = self.gather(ours)
+        ours = {(kind, i): values for kind, part in moments.items()
+                for i, values in part["state"].items()}
+        if self.rank < self.expert_ranks:         # replicas hold the same
+            ours |= {("model", name): {"": state[name]} for name in experts}
+        parts = self.gather({place: {k: x.cpu() for k, x in values.items()}
+                             for place, values in ours.items()})
         if self.rank > 0:
             return None, None
-        by_expert = [r for e in range(self.expert_ranks)
-                     for r in range(e, self.world_size, self.expert_ranks)]
-        parts = [parts[r] for r in by_expert]
-        for name in experts:
-            slices = [part["model"][name] for part in parts if name in part["model"]]
-            state[name] = torch.cat(slices)
-        for kind, whole in moments.items():
-            params = [p for group in getattr(optimizer, kind).param_groups for p in group["params"]]
-            whole["state"] = {}
-            for i in range(len(params)):
-                found = [part[kind][i] for part in parts if i in part[kind]]
-                if len(found) == 1:
-                    whole["state"][i] = found[0]
-                elif found:                  # of an expert weight: one slice each
-                    whole["state"][i] = {k: torch.cat([s[k] for s in found]) if v.dim() else v
-                                         for k, v in found[0].items()}
+        by_expert = sorted(range(self.world_size), key=lambda rank: rank % self.expert_ranks)
+        parts, whole = [parts[rank] for rank in by_expert], {}
+        for place in sorted(set().union(*parts)):
+            found = [part[place] for part in parts if place in part]
+            # several: the slices of an expert weight
+            whole[place] = {k: torch.cat([values[k] for values in found])
+                            if len(found) > 1 and x.dim() else x for k, x in found[0].items()}
+        state |= {name: whole["model", name][""] for name in experts}
+        for kind in moments:
+            moments[kind]["state"] = {i: values for (k, i), values in whole.items() if k == kind}
         return state, moments
 
     def gather(self, ours):
@@ -251,21 +236,20 @@ class Ranks:
 
     def load_state(self, model, optimizer, state, moments):
         """The way back, on every rank: its experts, and the moments of what it steps."""
-        def mine(x):
-            return x.chunk(self.expert_ranks)[self.rank % self.expert_ranks] if x.dim() else x
-        experts = model.shared_out()
-        load_weights(model, {name: mine(x) if name in experts else x for name, x in state.items()})
-        expert_weights, part = set(experts.values()), {}
+        def mine(x, shared):
+            if not shared or not x.dim():
+                return x
+            return x.chunk(self.expert_ranks)[self.rank % self.expert_ranks]
+        experts, part = model.shared_out(), {}
+        load_weights(model, {name: mine(x, name in experts) for name, x in state.items()})
+        shared = set(experts.values())
         try:
             for kind, whole in moments.items():
                 groups = getattr(optimizer, kind).param_groups
                 params = [p for group in groups for p in group["params"]]
-                kept = {}
-                for i, values in whole["state"].items():
-                    if params[i] in expert_weights:
-                        values = {k: mine(x) for k, x in values.items()}
-                    if params[i] not in optimizer.muon.others:
-                        kept[i] = values
+                kept = {i: {k: mine(x, params[i] in shared) for k, x in values.items()}
+                        for i, values in whole["state"].items()
+                        if params[i] not in optimizer.muon.others}
                 part[kind] = {**whole, "state": kept}
             optimizer.load_state_dict(part)
         except (ValueError, AttributeError, KeyError, IndexError) as error:
@@ -281,12 +265,12 @@ class Ranks:
             return
         all_facts = [None] * self.world_size
         dist.all_gather_object(all_facts, facts, group=self.objects)
-        for r, theirs in enumerate(all_facts):
-            for name in facts:
-                if theirs[name] != all_facts[0][name]:
-                    raise ValueError(f"rank {r} has {name} = {theirs[name]}, rank 0 "
-                                     f"{all_facts[0][name]}: all processes must get the same "
-                                     "settings and see the same folders")
+        for rank, theirs in enumerate(all_facts):
+            for name, expected in all_facts[0].items():
+                if theirs[name] != expected:
+                    raise ValueError(f"rank {rank} has {name} = {theirs[name]}, rank 0 {expected}: "
+                                     "all processes must get the same settings and see the same "
+                                     "folders")
 
     def first(self, f):
         """
@@ -339,7 +323,7 @@ class Ranks:
         lost = [f"rank {r} stopped: {text}" for r, text in ended.items() if text]
         lost += [f"rank {r} does not answer: it was killed, its machine is gone, or it is stopped"
                  for r in going_on if self.store.get(f"beat/{r}") == before[r]]
-        return lost or [f"rank {r} is alive, but does not come along: it hangs" for r in going_on]
+        return lost or [f"rank {r} is alive but does not go on: it hangs" for r in going_on]
 
 
 def counted(model):
