@@ -420,11 +420,9 @@ class Data:
 
     def look(self):
         """Size and time of the token files, which change when prepare.py writes them anew."""
-        try:
+        with contextlib.suppress(OSError):        # None, if they are gone
             stats = [(self.folder / f"{split}.bin").stat() for split in ("train", "val")]
-        except OSError:
-            return None
-        return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+            return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
     def changed(self):
         return self.look() != self.stamp
@@ -447,26 +445,22 @@ def where_it_began(model, x, y, autocast):
     """The first place that is not finite, in the forward pass or else in the backward pass."""
     found = []
 
-    def check(name):
-        def hook(module, inputs, output):
-            y = output[0] if isinstance(output, tuple) else output
-            if not found and not y.isfinite().all():
-                found.append(f"the output of {name}")
-        return hook
-    hooks = [module.register_forward_hook(check(name)) for name, module in model.named_modules()
+    def look(name, output):
+        output = output[0] if isinstance(output, tuple) else output
+        if not found and not output.isfinite().all():
+            found.append(f"the output of {name}")
+    hooks = [module.register_forward_hook(lambda m, i, output, name=name: look(name, output))
+             for name, module in model.named_modules()
              if name == "embed" or name.endswith((".attn", ".mlp", "lm_head"))]
     with torch.no_grad(), autocast:
         model.eval()(x, y)        # on every rank: the others may need its experts
     for hook in hooks:
         hook.remove()
-    for name, p in model.named_parameters():
-        if not p.isfinite().all():
-            return f"the weights of {name}"
-    if found:
-        return found[0]
-    bad = [name for name, p in model.named_parameters()
-           if p.grad is not None and not p.grad.isfinite().all()]
-    return f"the gradient of {bad[-1]}" if bad else "the loss"
+    parameters = list(model.named_parameters())
+    weights = [f"the weights of {name}" for name, p in parameters if not p.isfinite().all()]
+    gradients = [f"the gradient of {name}" for name, p in reversed(parameters)
+                 if p.grad is not None and not p.grad.isfinite().all()]
+    return (weights + found + gradients + ["the loss"])[0]
 
 
 # ------------------------------------------------------------------------------------------------
