@@ -51,7 +51,7 @@ def main(arguments):
     for sample in range(options["num_samples"]):
         if sample:
             print("\n" + "-" * 80)
-        # checks the options before anything is printed
+        # generate checks its options: call it before anything is printed
         tokens = model.generate(ids, options["max_new_tokens"], options["temperature"],
                                 options["top_k"] or None, options["top_p"], stream=True,
                                 vocab_size=enc.n_vocab)
