@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from cli import is_out_of_memory
+from cli import first_line, is_out_of_memory
 from data import tokenizer
 from model import K3, K3Config
 
@@ -34,7 +34,7 @@ CONTENT = {"model", "optimizer", "step", "config", "settings", "tokenizer", "dat
 
 def step_of(path):
     """ckpt_00002000.pt → 2000; None for any other name."""
-    found = re.fullmatch(r"ckpt_(\d{8,})\.pt", Path(path).name)
+    found = re.fullmatch(r"ckpt_(\d{8,})\.pt", path.name)
     return int(found[1]) if found else None
 
 
@@ -52,13 +52,9 @@ def save_checkpoint(out_dir, step, content):
     To a temporary file, then renamed: whatever happens meanwhile, the earlier ones stay whole. This
     one and the one before are kept. Errors: OSError, if it could not be written.
     """
-    def clear_up():
-        for old in [p for p in checkpoints(out_dir) if step_of(p) <= step][:-2]:
-            with contextlib.suppress(OSError):    # Windows deletes no file that somebody reads
-                old.unlink()
     path = Path(out_dir) / f"ckpt_{step:08d}.pt"
     temporary = path.with_suffix(".tmp")
-    clear_up()           # after a kill that came between the renaming and the last line here
+    clear_up(out_dir, step)                       # what a kill in the last lines here left behind
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)
@@ -68,10 +64,17 @@ def save_checkpoint(out_dir, step, content):
     except (OSError, RuntimeError) as error:      # RuntimeError: how torch reports a full disk
         temporary.unlink(missing_ok=True)
         kept = ", ".join(p.name for p in checkpoints(out_dir)) or "none"
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise OSError(f"could not write {path} ({reason}). Kept: {kept}. "
                       f"Make room and go on with --resume --out_dir={out_dir}") from None
-    clear_up()
+    clear_up(out_dir, step)
+
+
+def clear_up(out_dir, step):
+    """Delete all but the last two checkpoints up to this step."""
+    for old in [path for path in checkpoints(out_dir) if step_of(path) <= step][:-2]:
+        with contextlib.suppress(OSError):        # Windows deletes no file that somebody reads
+            old.unlink()
 
 
 def prepare_folder(out_dir, fresh, num_params):
@@ -88,8 +91,9 @@ def prepare_folder(out_dir, fresh, num_params):
     for rest in out_dir.glob("ckpt_*.tmp"):       # of a run that was killed while it wrote
         if step_of(rest.with_suffix(".pt")) is not None:
             rest.unlink()
-    # weights and two moments in fp32; three files while the newest is written
-    need = 3 * 4 * num_params * (3 - (0 if fresh else min(2, len(checkpoints(out_dir)))))
+    size = num_params * 4 * 3                     # weights and two moments in fp32
+    there = 0 if fresh else len(checkpoints(out_dir)[:2])
+    need = size * (3 - there)                     # three files, while the newest is written
     if shutil.disk_usage(out_dir).free < need:
         raise ValueError(f"{out_dir}: checkpoints will need {need / 1e6:.0f} MB of disk, which are "
                          "not free; make room or give another --out_dir")
@@ -152,19 +156,17 @@ def load_checkpoint(path, device="cpu"):
     except Exception as error:    # torch.load has a dozen ways to say that a file is cut short
         if is_out_of_memory(error):
             raise
-        reason = (str(error).splitlines() or ["it is empty"])[0][:100]
-        what = ("it is no checkpoint of nanoK3, or damaged" if zipfile.is_zipfile(path)
-                else f"at {path.stat().st_size} bytes it is truncated, or no checkpoint of nanoK3")
-        raise ValueError(f"{path} cannot be read: {what} ({reason}){way_out(path)}") from None
-    missing = CONTENT - content.keys() if isinstance(content, dict) else CONTENT
-    if missing:
-        raise ValueError(f"{path} cannot be read: it is whole, but no checkpoint of this version "
-                         f"of nanoK3; it lacks {', '.join(sorted(missing))}")
+        what = "damaged" if zipfile.is_zipfile(path) else "truncated"
+        raise ValueError(f"{path} cannot be read: {path.stat().st_size} bytes, {what} or no "
+                         f"checkpoint of nanoK3 ({first_line(error)}){way_out(path)}") from None
     try:
+        lacking = CONTENT - content.keys()
+        if lacking:
+            raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
         K3Config(**content["config"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: it is whole, but of another version of nanoK3 "
-                         f"({error}); use the version that wrote it") from None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: it is whole, but no checkpoint of nanoK3 or one "
+                         f"of another version ({error}); use the version that wrote it") from None
     if step_of(path) not in (None, content["step"]):
         raise ValueError(f"{path} holds update {content['step']}, so it is a copy under another "
                          "one's name; rename it, for example to ckpt_copy.pt")
@@ -176,11 +178,9 @@ def way_out(path):
     number = step_of(path)
     for earlier in reversed(checkpoints(path.parent)):
         if number is not None and step_of(earlier) < number:
-            try:
+            with contextlib.suppress(Exception):
                 torch.load(earlier, weights_only=True, mmap=True)
-            except Exception:
-                continue
-            return f"; {earlier.name} is good: to go on from it, move {path.name} elsewhere"
+                return f"; {earlier.name} is good: to go on from it, move {path.name} elsewhere"
     return ""
 
 
@@ -208,14 +208,12 @@ def load_weights(model, state):
 def read_metrics(out_dir):
     """The lines of metrics.jsonl, a dict each, but for those that were cut short; [] without it."""
     path, lines = Path(out_dir) / "metrics.jsonl", []
-    texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    for text in texts:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            figures = json.loads(line)
+            if isinstance(figures, dict) and isinstance(figures.get("step"), int):
+                lines.append(figures)
     return lines
 
 
