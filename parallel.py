@@ -101,13 +101,12 @@ class Ranks:
         def group(lists):
             """The process group of this rank's list."""
             return dist.new_subgroups_by_enumeration(lists, timeout=wait)[0]
-        ranks, parts = list(range(self.world_size)), self.expert_ranks
-        if parts > 1:
-            self.experts = group([ranks[i:i + parts] for i in ranks[::parts]])
-            self.replicas = group([ranks[i::parts] for i in range(parts)])
-        parts = self.context_ranks
-        if parts > 1:
-            self.context = group([ranks[i:i + parts] for i in ranks[::parts]])
+        ranks, experts, context = range(self.world_size), self.expert_ranks, self.context_ranks
+        if experts > 1:
+            self.experts = group([[*ranks[i:i + experts]] for i in ranks[::experts]])
+            self.replicas = group([[*ranks[i::experts]] for i in range(experts)])
+        if context > 1:
+            self.context = group([[*ranks[i:i + context]] for i in ranks[::context]])
 
     def give_signs_of_life(self):
         """Every two seconds, also while the main thread waits for the others."""
@@ -172,10 +171,10 @@ class Ranks:
             dist.all_reduce(p.grad, group=self.replicas)
         dense = [p.grad for name, p in model.named_parameters()
                  if name not in experts and p.grad is not None]
-        dense = torch.nn.utils.get_total_norm(dense).item() ** 2
+        square = torch.nn.utils.get_total_norm(dense).item() ** 2
         ours = torch.nn.utils.get_total_norm([p.grad for p in experts.values()]).item() ** 2
         # the sum counts dense weights world_size times, an expert once for each of its replicas
-        square = (dense + ours * self.expert_ranks) / self.world_size
+        square = (square + ours * self.expert_ranks) / self.world_size
         loss, square, stop = self.sum(loss / self.world_size, square, float(stop))
         return loss, math.sqrt(square), stop > 0
 
