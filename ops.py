@@ -32,8 +32,8 @@ def fp32(x):
 
 def keep_dtype(fn, *tensors):
     """
-    For a module's _apply: fn, which is a cast or a move (.bfloat16(), .to(…)), but these tensors
-    and their gradients are only moved.
+    For a module's _apply, whose fn casts or moves a tensor (.bfloat16(), .to(…)): → the same, but
+    these tensors and their gradients are only moved.
     """
     kept = {id(x) for p in tensors for x in (p, p.grad)}
 
