@@ -1,14 +1,11 @@
 """
-Released weights in and out: what stands behind K3.from_pretrained and K3.save_pretrained.
-
-A folder in K3's layout holds
+Released weights in and out: K3.from_pretrained and K3.save_pretrained. A folder in K3's layout holds
 
     config.json                     sizes, in a nested text_config (or bare) and a vision_config
     *.safetensors                   the tensors: one file, or many and model.safetensors.index.json
     generation_config.json, tiktoken.model, tokenizer_config.json
 
-A folder that we write also has tokenizer.json, for llama.cpp's converter, MLX-LM, transformers,
-vLLM and SGLang:
+Ours also has tokenizer.json, for llama.cpp's converter, MLX-LM, transformers, vLLM and SGLang:
 
     python weights.py out/shakespeare exported      a run's folder or one checkpoint → such a folder
     python weights.py out/shakespeare exported --dtype=bfloat16 --experts=mxfp4
@@ -16,17 +13,11 @@ vLLM and SGLang:
     --dtype=float32     or bfloat16
     --experts=plain     or mxfp4; without it mxfp4 if the model was trained for it (qat)
 
-The tables say what a tensor is called there and here, and what a size is called. Each tensor of the
-files is used once and each parameter is filled once, or an error names it.
-
-Files are not trusted. Nothing is unpickled, and names, shapes, types and offsets are checked in the
+Each tensor of the files is used once and each parameter is filled once, or an error names it. Files
+are not trusted: nothing is unpickled, and names, shapes, types and offsets are checked in the
 headers before any memory is spent on weights. Then tensors stream in, a few MB at a time.
 
-    the tables          OF_MODEL … OF_MOE: tensors; SIZES and the other fields of config.json
-    config.json in      read_config
-    files in            read_headers, read_folder, fill
-    out                 released_config, save
-    the command         describe (python model.py FOLDER) and main
+Below: the tables of names, then config.json in, files in, weights in, all of it out, the command.
 """
 import contextlib
 import functools
@@ -45,7 +36,7 @@ import torch
 
 from cli import options, run
 from data import tokenizer
-from moe import LatentMoE, mxfp4_parts
+from mxfp4 import mxfp4_parts
 
 # --------------------------------------------------------------------------------------------------
 # The tables
@@ -151,54 +142,40 @@ OF_PROJECTOR = [  # mm_projector.… → vision.…
     ("post_norm.weight",                  "post_norm.weight",          "d",          W,   "whole"),
 ]
 
-# config.json's text_config ↔ K3Config. A missing β₁ or scaling factor means 1, a missing β₂ no
-# limit; the others must be there.
-SIZES = {
-    "vocab_size": "vocab_size",
-    "num_hidden_layers": "n_layer",
-    "hidden_size": "n_embd",
-    "num_attention_heads": "n_head",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "qk_nope_head_dim",
-    "qk_rope_head_dim": "qk_rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "first_k_dense_replace": "first_k_dense_replace",
-    "intermediate_size": "intermediate_size",
-    "num_experts": "num_experts",
-    "num_experts_per_token": "num_experts_per_token",
-    "num_shared_experts": "num_shared_experts",
-    "moe_intermediate_size": "moe_intermediate_size",
-    "routed_expert_hidden_size": "routed_expert_hidden_size",
-    "routed_scaling_factor": "routed_scaling_factor",
-    "activation_situ_beta": "situ_beta",
-    "activation_situ_linear_beta": "situ_linear_beta",
-    "attn_res_block_size": "attn_res_block_size",
-    "rms_norm_eps": "rms_norm_eps",
-}
-KDA_SIZES = {  # in linear_attn_config
-    "head_dim": "kda_key_dim",
-    "short_conv_kernel_size": "conv_size",
-    "gate_lower_bound": "g_min",
-}
-VISION_SIZES = {  # in vision_config
-    "vt_num_hidden_layers": "vit_layers",
-    "vt_hidden_size": "vit_width",
-    "qkv_hidden_size": "vit_attn_width",
-    "vt_num_attention_heads": "vit_heads",
-    "vt_intermediate_size": "vit_mlp_width",
-    "patch_size": "vit_patch",
-    "init_pos_emb_height": "vit_table",
-}
+
+def name_pairs(text):
+    """{name in config.json: name in K3Config}, the second behind a colon where it differs."""
+    pairs = (word.partition(":") for word in text.split())
+    return {there: here or there for there, _, here in pairs}
+
+
+SIZES = name_pairs("""
+    vocab_size  num_hidden_layers:n_layer  hidden_size:n_embd  num_attention_heads:n_head
+    q_lora_rank  kv_lora_rank  qk_nope_head_dim  qk_rope_head_dim  v_head_dim
+    first_k_dense_replace  intermediate_size
+    num_experts  num_experts_per_token  num_shared_experts
+    moe_intermediate_size  routed_expert_hidden_size  routed_scaling_factor
+    activation_situ_beta:situ_beta  activation_situ_linear_beta:situ_linear_beta
+    attn_res_block_size  rms_norm_eps""")
+KDA_SIZES = name_pairs("""
+    head_dim:kda_key_dim  short_conv_kernel_size:conv_size  gate_lower_bound:g_min""")
+VISION_SIZES = name_pairs("""
+    vt_num_hidden_layers:vit_layers  vt_hidden_size:vit_width  qkv_hidden_size:vit_attn_width
+    vt_num_attention_heads:vit_heads  vt_intermediate_size:vit_mlp_width
+    patch_size:vit_patch  init_pos_emb_height:vit_table""")
 FLOATS = {"routed_scaling_factor", "activation_situ_beta", "activation_situ_linear_beta",
           "rms_norm_eps", "gate_lower_bound"}
+# What a missing one means; the others must be there
+MISSING = {"routed_scaling_factor": 1.0, "activation_situ_beta": 1.0,
+           "activation_situ_linear_beta": None}
+LIMITS = {"num_hidden_layers": range(1, 1001), "vt_num_hidden_layers": range(1, 1001),
+          "head_dim": range(1, 1 << 24)}
 # Fields of which this code computes one value. MUST: leaving them out means something else. ONLY:
 # leaving them out means the same, or the tensors would tell.
 MUST = {"hidden_act": "situ", "mla_use_nope": True}
 ONLY = {
     "mla_use_output_gate": True,
     "latent_moe_use_norm": True,
-    "linear_attn_config.use_full_rank_gate": True,
     "moe_layer_freq": 1,
     "moe_router_activation_func": "sigmoid",
     "moe_renormalize": True,
@@ -209,7 +186,8 @@ ONLY = {
     "num_nextn_predict_layers": 0,
     "rope_scaling": None,
 }
-VISION_ONLY = {  # likewise, in vision_config
+KDA_ONLY = {"use_full_rank_gate": True}
+VISION_ONLY = {
     "activation_func": "gelu_pytorch_tanh",
     "attn_bias": False,
     "init_pos_emb_time": 4,
@@ -231,8 +209,7 @@ INERT = set("""
     _name_or_path architectures auto_map model_type transformers_version dtype torch_dtype
     bos_token_id eos_token_id pad_token_id initializer_range max_position_embeddings
     model_max_length use_cache return_dict id2label label2id rope_theta rope_parameters head_dim
-    use_grouped_topk linear_attn_config linear_attn_config.full_attn_layers
-    linear_attn_config.kda_layers quantization_config is_decoder ep_size pretraining_tp
+    use_grouped_topk linear_attn_config quantization_config is_decoder ep_size pretraining_tp
     aux_loss_alpha seq_aux temperature top_k top_p typical_p num_beams num_beam_groups
     num_return_sequences max_length length_penalty repetition_penalty
     _attn_implementation video_attn_type""".split())
@@ -278,16 +255,13 @@ def letters(c):
 def table(config):
     """A Row for every tensor of the model, experts one by one."""
     size = letters(config)
-    for tensors, there, here in parts(config):
-        for name, ours, shape, dtype, cut in tensors:
+    for rows, there, here in parts(config):
+        for name, ours, shape, dtype, cut in rows:
             sides = (math.prod(size[word] for word in side.split("*")) for side in shape.split())
-            row = Row(there + name, here + ours, tuple(sides), dtype, cut)
-            if not is_expert(cut):
-                yield row
-                continue
-            for e in range(config.num_experts):
-                name = row.name.replace(".E.", f".{e}.")
-                yield row._replace(name=name, cut=cut.replace("E", str(e)))
+            sides = tuple(sides)
+            for e in range(config.num_experts if is_expert(cut) else 1):
+                name_of_e, cut_of_e = name.replace(".E.", f".{e}."), cut.replace("E", str(e))
+                yield Row(there + name_of_e, here + ours, sides, dtype, cut_of_e)
 
 
 def is_expert(cut):
@@ -312,84 +286,83 @@ def cut_out(tensor, cut):
 # --------------------------------------------------------------------------------------------------
 # config.json in
 
+RELEASED = "expected a folder as K3 is released: config.json and *.safetensors"
+
+
 def read_config(folder):
     """
     config.json → the fields of K3Config, a dict.
     Errors: ValueError that names a field which asks for other arithmetic than ours.
     """
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"no folder {folder}; expected one as K3 is released: config.json "
-                                "and *.safetensors")
-    finish_export(Path(folder))
-    path = Path(folder) / "config.json"
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}; {RELEASED}")
+    finish_export(folder)
+    path = folder / "config.json"
     whole = read_json(path)
-    text = whole.get("text_config", whole)
     try:
-        rule(isinstance(text, dict), "text_config", text, "an object")
-        kda = text.get("linear_attn_config")
-        rule(isinstance(kda, dict), "linear_attn_config", kda, "an object")
-        given = read_sizes(text, kda)
-        check_fields(text, kda, whole, given["n_head"])
+        text = inner(whole, "text_config") if "text_config" in whole else whole
+        kda = inner(text, "linear_attn_config")
+        given = read_sizes(text, SIZES) | read_sizes(kda, KDA_SIZES)
+        heads = given["n_head"]
+        tied = text.get("tie_word_embeddings", False) or whole.get("tie_word_embeddings", False)
+        check_fields(text | {"tie_word_embeddings": tied}, MUST,
+                     ONLY | {"num_key_value_heads": heads}, {*SIZES, *INERT})
+        check_fields(kda, {"num_heads": heads}, KDA_ONLY,
+                     {*KDA_SIZES, "full_attn_layers", "kda_layers"}, "linear_attn_config.")
         mla = mla_layers(kda, given["n_layer"])
-        if whole.get("vision_config") is not None and has_tower(Path(folder)):
+        if whole.get("vision_config") is not None and has_tower(folder):
             given |= read_vision(whole, given)
-        for quantization in (text.get("quantization_config"), whole.get("quantization_config")):
-            if quantization:
-                check_quantization(quantization)
+        for source in (text, whole):
+            if source.get("quantization_config"):
+                check_quantization(inner(source, "quantization_config"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; nanoK3 computes K3 and nothing else") from None
-    return {**given, "full_attn_layers": tuple(mla), "mla_every": 4 if mla else 0}
+    return given | {"kda_value_dim": given["kda_key_dim"], "full_attn_layers": tuple(mla),
+                    "mla_every": 4 if mla else 0}
 
 
 def rule(holds, name, value, expected):
     if not holds:
         value = "missing" if value is None else repr(value)[:80]
+        name = repr(name[:100])[1:-1]                  # of one line, also from a hostile file
         raise ValueError(f"{name} is {value}, expected {expected}")
 
 
-def read_sizes(text, kda):
-    """{our name: value}: SIZES from text_config, KDA_SIZES from its linear_attn_config."""
+def inner(source, name):
+    """source[name], a JSON object."""
+    rule(isinstance(source.get(name), dict), name, source.get(name), "an object")
+    return source[name]
+
+
+def read_sizes(source, names, usual=range(1 << 24)):
+    """{our name: value}, in range if it is a whole number; K3Config knows the range of the others."""
     given = {}
-    for source, names in ((text, SIZES), (kda, KDA_SIZES)):
-        for name, ours in names.items():
-            given[ours] = read_size(name, source.get(name))
-    given["kda_value_dim"] = given["kda_key_dim"]
-    rule(1 <= given["n_layer"] <= 1000, "num_hidden_layers", given["n_layer"], "1 to 1000")
-    rule(given["kda_key_dim"] > 0, "linear_attn_config.head_dim", given["kda_key_dim"],
-         "at least 1")
-    rule(-5.9 <= given["g_min"] < 0, "linear_attn_config.gate_lower_bound", given["g_min"],
-         "at least -5.9 and below 0")
-    rule(given["rms_norm_eps"] > 0, "rms_norm_eps", given["rms_norm_eps"], "more than 0")
+    for name, ours in names.items():
+        value, limits = source.get(name), LIMITS.get(name, usual)
+        if value is None and name in MISSING:
+            value = MISSING[name]
+        elif name in FLOATS:
+            good = type(value) in (int, float) and abs(value) < 1e9
+            rule(good, name, value, "a number below 10^9")
+            value = float(value)
+        else:
+            rule(type(value) is int and value in limits, name, value,
+                 f"a whole number from {limits[0]} to {limits[-1]}")
+        given[ours] = value
     return given
 
 
-def read_size(name, value):
-    if name not in FLOATS:
-        rule(type(value) is int and 0 <= value < 1 << 24, name, value, "a whole number below 2^24")
-        return value
-    if value is None and name == "activation_situ_linear_beta":
-        return None
-    if value is None and name in ("activation_situ_beta", "routed_scaling_factor"):
-        return 1.0
-    rule(type(value) in (int, float) and math.isfinite(value), name, value, "a number")
-    return float(value)
-
-
-def check_fields(text, kda, whole, heads):
-    """Every other field: the value that this code computes, or one that changes nothing."""
-    fields = text | {f"linear_attn_config.{name}": value for name, value in kda.items()}
-    tied = text.get("tie_word_embeddings", False) or whole.get("tie_word_embeddings", False)
-    fields["tie_word_embeddings"] = tied
-    must = MUST | {"linear_attn_config.num_heads": heads}
-    only = must | ONLY | {"num_key_value_heads": heads}
-    for name, value in only.items():
-        if name in fields or name in must:
-            given = fields.get(name)
-            rule(given == value and type(given) is type(value), name, given, repr(value))
-    known = {*SIZES, *only, *INERT, *(f"linear_attn_config.{name}" for name in KDA_SIZES)}
-    for name, value in fields.items():
-        empty = value in (None, False, 0, "", [], {})
-        rule(name in known or empty, repr(name[:80])[1:-1], value, "no such field")
+def check_fields(fields, must, only, known, where=""):
+    """A field has the value that this code computes, is read elsewhere (known), or is empty."""
+    expected = must | only
+    for name, value in (dict.fromkeys(must) | fields).items():
+        if name in expected:
+            good = value == expected[name] and type(value) is type(expected[name])
+            rule(good, where + name, value, repr(expected[name]))
+        else:
+            empty = value in (None, False, 0, "", [], {})
+            rule(name in known or empty, where + name, value, "no such field")
 
 
 def has_tower(folder):
@@ -401,29 +374,15 @@ def has_tower(folder):
 
 def read_vision(whole, given):
     """{our name: value}: VISION_SIZES from vision_config, and the token of an image pad."""
-    vision = whole["vision_config"]
-    rule(isinstance(vision, dict), "vision_config", vision, "an object")
-    sizes = {}
-    for name, ours in VISION_SIZES.items():
-        value = vision.get(name)
-        good = type(value) is int and 0 < value < 1 << 16
-        rule(good, f"vision_config.{name}", value, "a whole number from 1 to 2^16")
-        sizes[ours] = value
-    rule(sizes["vit_layers"] <= 1000, "vision_config.vt_num_hidden_layers", sizes["vit_layers"],
-         "1 to 1000")
-    only = VISION_ONLY | vision_widths(sizes["vit_table"], sizes["vit_width"], given["n_embd"])
-    for name, value in vision.items():
-        if name in only and value is not None:
-            expected = only[name]
-            good = value == expected and type(value) is type(expected)
-            rule(good, f"vision_config.{name}", value, repr(expected))
-        empty = value in (None, False, 0, "", [], {})
-        known = name in {*only, *VISION_SIZES, *INERT} or empty
-        rule(known, f"vision_config.{repr(name[:80])[1:-1]}", value, "no such field")
+    vision = inner(whole, "vision_config")
+    vision = {name: value for name, value in vision.items() if value is not None}
+    sizes = read_sizes(vision, VISION_SIZES, range(1, 1 << 16))
+    widths = vision_widths(sizes["vit_table"], sizes["vit_width"], given["n_embd"])
+    check_fields(vision, {}, VISION_ONLY | widths, {*VISION_SIZES, *INERT}, "vision_config.")
     pad = whole.get("media_placeholder_token_id")
     good = type(pad) is int and 0 <= pad < given["vocab_size"]
     rule(good, "media_placeholder_token_id", pad, "the id of a token")
-    return sizes | dict(media_pad=pad)
+    return sizes | {"media_pad": pad}
 
 
 def vision_widths(table, width, text_width):
@@ -434,33 +393,29 @@ def vision_widths(table, width, text_width):
 def mla_layers(kda, layers):
     """The numbers of the MLA layers, from 1, ascending. Of the two lists one is enough."""
     mla, linear = kda.get("full_attn_layers"), kda.get("kda_layers")
-    everything = range(1, layers + 1)
-    for name, numbers in (("full_attn_layers", mla), ("kda_layers", linear)):
-        if numbers is not None:
-            good = isinstance(numbers, list) and all(type(i) is int for i in numbers)
-            good = good and set(numbers) <= set(everything) and len(set(numbers)) == len(numbers)
-            rule(good, f"linear_attn_config.{name}", numbers, f"distinct layers from 1 to {layers}")
-    name = "linear_attn_config.kda_layers"
-    rule(mla is not None or linear is not None, name, None, "a list of layers")
+    for numbers in (mla, linear):
+        good = isinstance(numbers, list) and all(type(i) is int for i in numbers)
+        rule(good or numbers is None, "full_attn_layers or kda_layers", numbers, "a list of layers")
+    rule(mla is not None or linear is not None, "kda_layers", None, "a list of layers")
+    every = set(range(1, layers + 1))
     if mla is None:
-        mla = [i for i in everything if i not in linear]
-    rule(linear is None or sorted(mla + linear) == list(everything), name, linear,
-         "every layer that is not in full_attn_layers")
+        mla = every.difference(linear)
+    if linear is None:
+        linear = every.difference(mla)
+    rule(sorted([*mla, *linear]) == sorted(every), "full_attn_layers with kda_layers",
+         (mla, linear), f"each layer from 1 to {layers} in one of them")
     return sorted(mla)
 
 
 def check_quantization(q):
     """Routed experts in MXFP4, as compressed-tensors calls it, are all that may be quantized."""
-    rule(isinstance(q, dict), "quantization_config", q, "an object")
-    groups = q.get("config_groups", {})
-    good = isinstance(groups, dict) and all(isinstance(group, dict) for group in groups.values())
-    rule(good, "config_groups", groups, "an object of objects")
     asked = [(q, "quant_method", "compressed-tensors"), (q, "format", "mxfp4-pack-quantized")]
-    for group in groups.values():
-        numbers = group.get("weights")
-        rule(isinstance(numbers, dict), "config_groups.weights", numbers, "an object")
-        asked += [(group, "input_activations", None)]
-        asked += [(numbers, "num_bits", 4), (numbers, "group_size", 32)]
+    groups = inner(q, "config_groups") if "config_groups" in q else {}
+    for name in groups:
+        group = inner(groups, name)
+        numbers = inner(group, "weights")
+        asked += [(group, "input_activations", None), (numbers, "num_bits", 4),
+                  (numbers, "group_size", 32)]
     for source, name, value in asked:
         given = source.get(name)
         rule(given == value, f"quantization_config: {name}", given, repr(value))
@@ -469,9 +424,8 @@ def check_quantization(q):
 def in_released_words(folder, error):
     """K3Config's complaint about a size that came from config.json, with the name it has there."""
     ours, what = str(error).removeprefix("config: ").split(" ", 1)
-    name = next((name for name in SIZES if SIZES[name] == ours), ours)
-    name = next((name for name in VISION_SIZES if VISION_SIZES[name] == ours), name)
-    return f"{Path(folder) / 'config.json'}: {name} {what}"
+    released = {here: there for there, here in (SIZES | KDA_SIZES | VISION_SIZES).items()}
+    return f"{Path(folder) / 'config.json'}: {released.get(ours, ours)} {what}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -939,7 +893,7 @@ def released_config(config, dtype, experts, special):
     text["linear_attn_config"] = {
         **{name: getattr(config, ours) for name, ours in KDA_SIZES.items()},
         "num_heads": config.n_head,
-        "use_full_rank_gate": text.pop("linear_attn_config.use_full_rank_gate"),
+        **KDA_ONLY,
         "full_attn_layers": mla,
         "kda_layers": kda,
     }
@@ -1178,7 +1132,7 @@ def describe(model, folder):
         read_folder(folder, c)
     mla = sum(c.is_mla(i) for i in range(c.n_layer))
     dense, kda = min(c.first_k_dense_replace, c.n_layer), c.n_layer - mla
-    moes = [layer.mlp for layer in model.layers if isinstance(layer.mlp, LatentMoE)]
+    moes = model.moes().values()
     bf16 = sum(x.nbytes for x in [*model.parameters(), *(moe.router_bias for moe in moes)])
     routed = sum(moe.w13.numel() + moe.w2.numel() for moe in moes)
     mxfp4 = bf16 - 2 * routed + routed * 17 // 32
