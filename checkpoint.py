@@ -21,7 +21,8 @@ import torch
 
 from cli import first_line, is_out_of_memory
 from data import tokenizer
-from model import K3, K3Config
+from model import K3
+from sizes import K3Config
 
 try:
     import fcntl

@@ -37,8 +37,9 @@ import checkpoint
 import cli
 from cli import find_device
 from data import prepare, tokenizer
-from model import K3, K3Config
+from model import K3
 from parallel import Ranks, counted
+from sizes import K3Config
 
 
 @dataclass
