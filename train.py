@@ -629,7 +629,7 @@ def read_arguments(arguments):
 def resumed_settings(given, saved, out_dir):
     """The settings of a run that goes on: its own, but for those that it may change."""
     own = {**saved["settings"], **saved["config"]}
-    odd = own.keys() - TYPES.keys()
+    odd = (own.keys() - TYPES.keys()) | ({"random", "seconds"} - saved.keys())
     if odd:
         raise ValueError(f"the checkpoint in {out_dir} is of another version of nanoK3, which "
                          f"differs in {', '.join(sorted(odd))}; use the version that wrote it")
