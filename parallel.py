@@ -144,7 +144,11 @@ class Ranks:
 
     def part(self, x):
         """This rank's part of a micro-batch: (B, T) → (B · accum/data_ranks, T/context_ranks)."""
-        return self.stretch(x.chunk(self.data_ranks // self.accum)[self.data_rank // self.accum])
+        return self.stretch(self.rows(x))
+
+    def rows(self, x):
+        """This rank's sequences of a micro-batch: (B, …) → (B · accum/data_ranks, …)."""
+        return x.chunk(self.data_ranks // self.accum)[self.data_rank // self.accum]
 
     def stretch(self, x):
         """This rank's part of sequences: (B, T) → (B, T/context_ranks)."""

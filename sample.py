@@ -8,6 +8,9 @@ Sample text from a checkpoint of train.py. All it needs is there: weights, sizes
                                 tiktoken.model
     --prompt="\n"               what to begin with; \n and \t are line end and tab; FILE:path takes
                                 a file's text
+    --image=FILE                an image to begin with, png, jpeg or webp, for a model that has a
+                                vision tower. Several are read in order; <|kimi_image_placeholder|>
+                                in the prompt says where they stand, otherwise before it
     --num_samples=1             how many, one after the other
     --max_new_tokens=500        of each; a sample ends earlier at end-of-text
     --temperature=0.8           0: always the likeliest token
@@ -26,7 +29,7 @@ import torch
 
 import cli
 from checkpoint import load_model
-from data import tokenizer
+from data import images, tokenizer
 from model import K3
 from weights import end_ids
 
@@ -44,8 +47,9 @@ def main(arguments):
         model, enc = load_model(options["out_dir"], device)
         ends = set()
     ends = ends | {tokenizer.end_of_text(enc)}
-    ids = tokenizer.encode(enc, options["prompt"]).astype("int64")
-    ids = torch.from_numpy(ids).to(device).unsqueeze(0)                    # (1, T)
+    ids, seen = read_prompt(options, model, enc)
+    ids = torch.tensor(ids, dtype=torch.int64, device=device).unsqueeze(0)     # (1, T)
+    seen = seen and (seen[0].to(device), seen[1])
     torch.manual_seed(options["seed"])
     count, began = 0, time.perf_counter()
     for sample in range(options["num_samples"]):
@@ -54,7 +58,7 @@ def main(arguments):
         # generate checks its options: call it before anything is printed
         tokens = model.generate(ids, options["max_new_tokens"], options["temperature"],
                                 options["top_k"] or None, options["top_p"], stream=True,
-                                vocab_size=enc.n_vocab)
+                                vocab_size=enc.n_vocab, images=seen)
         print(options["prompt"], end="", flush=True)
         text = tokenizer.StreamDecoder(enc)
         for token in tokens:
@@ -70,7 +74,10 @@ def main(arguments):
 
 def read_arguments(arguments):
     """→ {name: value}, checked, the prompt as it is to be read. Errors: ValueError."""
+    files = [a.partition("=")[2] for a in arguments if a.startswith("--image=")]
+    arguments = [a for a in arguments if not a.startswith("--image=")]
     options, rest = cli.options(arguments, DEFAULTS)
+    options["images"] = [Path(file).expanduser() for file in files]
     if rest:
         raise ValueError(f"expected options only, got {rest[0]}; for a run, --out_dir={rest[0]}")
     if options["from"] and options["out_dir"] != DEFAULTS["out_dir"]:
@@ -89,10 +96,31 @@ def read_arguments(arguments):
             raise ValueError(f"--prompt: {error}") from None
     elif prompt != "\n":
         prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
-    if not prompt:
+    if files and prompt == "\n":
+        prompt = ""               # an image is enough to start from
+    elif not prompt:
         raise ValueError('--prompt is empty; a model needs at least one token to start from, such '
                          'as --prompt="\\n"')
     return options | {"prompt": prompt}
+
+
+def read_prompt(options, model, enc):
+    """→ ids of the prompt, and its images as K3.generate takes them, None without."""
+    prompt, files = options["prompt"], options["images"]
+    if not files:
+        return tokenizer.encode(enc, prompt).tolist(), None
+    if not model.vision or not tokenizer.media_ids(enc):
+        raise ValueError("--image: this model has no vision tower, or its tokenizer no tokens for "
+                         "images; train one with images (config/reading.py)")
+    texts = prompt.split(images.MARK)
+    if len(texts) == 1:
+        texts = [""] * len(files) + texts
+    if len(texts) != len(files) + 1:
+        raise ValueError(f"--prompt has {images.MARK} {len(texts) - 1} times, for {len(files)} "
+                         "images; expected it once for each, or not at all")
+    parts = [part for pair in zip(texts, files) for part in pair] + texts[-1:]
+    ids, patches, found = images.encode(enc, parts, model.config.vit_patch)
+    return ids, (torch.from_numpy(patches), [(h, w) for _, _, h, w in found])
 
 
 def load_released(folder, device):

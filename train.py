@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,7 @@ import checkpoint
 import cli
 from cli import find_device
 from data import prepare, tokenizer
+from data.images import Images
 from model import K3
 from parallel import Ranks, counted
 from sizes import K3Config
@@ -88,8 +90,11 @@ def get_batch(tokens, batch_size, context, key):
     Random windows of tokens (n) → x, y (batch_size, context) int64; y is x moved on by one token.
     key: a tuple of int; the same key gives the same windows.
     """
-    starts = np.random.default_rng(key).integers(0, len(tokens) - context, batch_size)
-    return get_windows(tokens, starts, context)
+    return get_windows(tokens, random_starts(tokens, batch_size, context, key), context)
+
+
+def random_starts(tokens, batch_size, context, key):
+    return np.random.default_rng(key).integers(0, len(tokens) - context, batch_size)
 
 
 def get_windows(tokens, starts, context):
@@ -171,7 +176,8 @@ def loop(run):
         if run.step % settings.eval_every == 0 or last:
             run.save()                            # first: the evaluation may fail or take long
             run.log.evaluation(run, {split: evaluate(model, run.data.tokens(split), settings,
-                                                     run.device, run.autocast, ranks)
+                                                     run.device, run.autocast, ranks,
+                                                     run.data.images[split])
                                      for split in ("train", "val")})
     run.finish(stopped, data_changed)
 
@@ -179,33 +185,32 @@ def loop(run):
 def gradients(run):
     """
     Forward and backward over this rank's micro-batches → their part of the mean loss, and the first
-    batch (x, y) whose loss is not finite, or else the last one.
+    batch (x, y, images) whose loss is not finite, or else the last one.
     """
     settings, ranks = run.settings, run.ranks
-    context, batch_size = current_context(settings, run.step)
-    tokens = run.data.tokens("train")
     micros = ranks.micro_batches(settings.grad_accum)
     loss, batch = 0.0, None
     for micro in micros:
-        x, y = get_batch(tokens, batch_size, context, (settings.seed, run.step, micro))
-        x, y = ranks.part(x).to(run.device), ranks.part(y).to(run.device)
+        x, y, images, weight = run.batches.get(run.step, micro)
+        x, y, images = x.to(run.device), y.to(run.device), to_device(images, run.device)
         # ranks exchange gradients once a step, in the backward pass of the last micro-batch
         later = ranks.world_size > 1 and micro != micros[-1]
         with run.wrapped.no_sync() if later else contextlib.nullcontext():
             with run.autocast:
-                micro_loss = run.wrapped(x, y)[1] / len(micros)
+                micro_loss = run.wrapped(x, y, images=images)[1] * weight / len(micros)
             micro_loss.backward()
         if math.isfinite(loss):                   # the sum so far: the culprit's batch is kept
-            batch = x, y
+            batch = x, y, images
         loss += micro_loss.item()
     return loss, batch
 
 
 @torch.no_grad()
-def evaluate(model, tokens, settings, device, autocast, ranks=None):
+def evaluate(model, tokens, settings, device, autocast, ranks=None, images=None):
     """
-    Mean loss in nats per token over evenly spread windows, shared out over the ranks. A split of at
-    most eval_batches · batch_size windows is read whole, its last one padded with targets of −1.
+    Mean loss in nats per target over evenly spread windows, shared out over the ranks. A split of
+    at most eval_batches · batch_size windows is read whole, its last one padded with targets of −1.
+    images: those of the split, if it has any.
     """
     ranks = ranks or Ranks()
     model.eval()
@@ -218,18 +223,29 @@ def evaluate(model, tokens, settings, device, autocast, ranks=None):
     else:
         windows = most
         starts = np.linspace(0, len(tokens) - context - 1, most).astype(np.int64)
-    total = 0.0
+    total = read = 0.0
     for i in range(0, len(starts), batch_size):
         ours = starts[i:i + batch_size][ranks.data_rank::ranks.data_ranks]
         # a rank without a window computes along: others may need its experts
-        x, y = get_windows(tokens, ours if len(ours) else starts[:1], context)
+        begins, seen = ours if len(ours) else starts[:1], None
+        if images:
+            x, y, rows = images.windows(tokens, begins, context)
+            seen = to_device(images.load([n for row in rows for n in row]), device)
+        else:
+            x, y = get_windows(tokens, begins, context)
         x, y = ranks.stretch(x).to(device), ranks.stretch(y).to(device)
         share = (y != -1).sum().item() / y.shape[1] if len(ours) else 0        # in windows
         with autocast:
-            loss = model(x.clamp(min=0), y)[1].item()
+            loss = model(x.clamp(min=0), y, images=seen)[1].item()
         total += loss * share if share else 0
+        read += share
     model.train()
-    return ranks.sum(total)[0] / ranks.context_ranks / windows
+    total, read = ranks.sum(total, read)
+    return total / read if images else total / ranks.context_ranks / windows
+
+
+def to_device(images, device):
+    return images and (images[0].to(device), images[1])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -254,7 +270,8 @@ class Run:
         self.out_dir = Path(out_dir)
         ranks.way_back = f"--resume --out_dir={out_dir}"
         ranks.check(self.settings, self.config)
-        self.data.check(self.settings, saved)
+        self.data.check(self.settings, self.config, saved)
+        self.batches = Batches(self.settings, self.data, ranks)
         self.device, self.dtype, self.peak = set_up_machine(self.settings)
         self.autocast = torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
         self.log = Log(self.settings, speaks=ranks.rank == 0)
@@ -378,6 +395,7 @@ class Run:
                 self.log.say(f"saved {self.step} updates in {self.out_dir} before the error")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        self.batches.close()
         self.data.close()
         if self.lock:
             self.lock.close()
@@ -385,6 +403,43 @@ class Run:
 
 def tokens_per_step(settings):
     return settings.batch_size * settings.context * settings.grad_accum
+
+
+class Batches:
+    """This rank's parts of the micro-batches. A thread makes each while the one before is used."""
+
+    def __init__(self, settings, data, ranks):
+        self.settings, self.data, self.ranks = settings, data, ranks
+        self.thread, self.next = ThreadPoolExecutor(1), {}
+
+    def get(self, step, micro):
+        """→ x, y, images or None, and the weight of their mean loss, by their number of targets."""
+        making = self.next.pop((step, micro), None) or self.thread.submit(self.make, step, micro)
+        batch = making.result()
+        micros = [*self.ranks.micro_batches(self.settings.grad_accum)]
+        i = micros.index(micro) + 1
+        following = (step, micros[i]) if i < len(micros) else (step + 1, micros[0])
+        self.next = {following: self.thread.submit(self.make, *following)}
+        return batch
+
+    def make(self, step, micro):
+        settings, part = self.settings, self.ranks.part
+        context, batch_size = current_context(settings, step)
+        tokens, images = self.data.tokens("train"), self.data.images["train"]
+        key = settings.seed, step, micro
+        if not images:
+            x, y = get_batch(tokens, batch_size, context, key)
+            return part(x), part(y), None, 1
+        starts = random_starts(tokens, batch_size, context, key)
+        x, y, rows = images.windows(tokens, starts, context)
+        mine = self.ranks.rows(torch.arange(batch_size)).tolist()
+        seen = images.load([number for row in mine for number in rows[row]])
+        targets, all_targets = (part(y) != -1).sum().item(), (y != -1).sum().item()
+        weight = targets / max(1, all_targets) * y.numel() / part(y).numel()
+        return part(x), part(y), seen, weight
+
+    def close(self):
+        self.thread.shutdown(cancel_futures=True)
 
 
 class Data:
@@ -395,9 +450,11 @@ class Data:
         self.stamp = self.look()                  # first, so that no change goes unnoticed
         self.meta, self.enc = prepare.load_meta(self.folder)
         self.files = {split: open(self.folder / f"{split}.bin", "rb") for split in ("train", "val")}
+        self.images = {split: Images(self.folder, split, self.meta, self.enc)
+                       if "patch" in self.meta else None for split in self.files}
         self.identity = {key: self.meta[key] for key in ("sha256", "train_tokens", "val_tokens")}
 
-    def check(self, settings, saved):
+    def check(self, settings, config, saved):
         """Whether it is what a resumed run began with, and long enough. Errors: ValueError."""
         if saved and (saved["data"] != self.identity
                       or saved["tokenizer"] != tokenizer.to_dict(self.enc)):
@@ -410,6 +467,21 @@ class Data:
             if count < longest + 1:
                 raise ValueError(f"context = {longest}: {self.folder}/{split}.bin has only {count} "
                                  "tokens; give more text or a shorter context")
+        if "patch" in self.meta:
+            self.check_images(settings, config)
+
+    def check_images(self, settings, config):
+        patch = self.meta["patch"]
+        if not config.vit_layers or config.vit_patch != patch:
+            raise ValueError(f"data/{settings.data} has images in patches of {patch} pixels, but "
+                             f"vit_layers = {config.vit_layers} and vit_patch = "
+                             f"{config.vit_patch}; give --vit_layers=4 --vit_patch={patch}")
+        shortest = min([settings.context, *(length for _, length in settings.context_stages)])
+        for split, images in self.images.items():
+            longest = max(images.ends - images.begins, default=0)
+            if longest > shortest:
+                raise ValueError(f"context = {shortest}: {self.folder}/{split}.bin has an image of "
+                                 f"{longest} tokens; give a context of at least that")
 
     def tokens(self, split):
         """
@@ -429,7 +501,7 @@ class Data:
         return self.look() != self.stamp
 
     def close(self):
-        for file in self.files.values():
+        for file in (*self.files.values(), *filter(None, self.images.values())):
             file.close()
 
 
@@ -442,7 +514,7 @@ def what_is_not_finite(run, loss, norm, batch):
             "may help")
 
 
-def where_it_began(model, x, y, autocast):
+def where_it_began(model, x, y, images, autocast):
     """The first place that is not finite, in the forward pass or else in the backward pass."""
     found = []
 
@@ -452,9 +524,9 @@ def where_it_began(model, x, y, autocast):
             found.append(f"the output of {name}")
     hooks = [module.register_forward_hook(lambda m, i, output, name=name: look(name, output))
              for name, module in model.named_modules()
-             if name == "embed" or name.endswith((".attn", ".mlp", "lm_head"))]
+             if name in ("embed", "vision") or name.endswith((".attn", ".mlp", "lm_head"))]
     with torch.no_grad(), autocast:
-        model.eval()(x, y)        # on every rank: the others may need its experts
+        model.eval()(x, y, images=images)      # on every rank: the others may need its experts
     for hook in hooks:
         hook.remove()
     parameters = list(model.named_parameters())
@@ -550,7 +622,8 @@ class Log:
         """losses: {"train": nats per token, "val": …}."""
         meta, figures = run.data.meta, dict(step=run.step, seconds=run.seconds)
         for split, loss in losses.items():
-            bits = loss / math.log(2) * meta[f"{split}_tokens"] / meta[f"{split}_bytes"]
+            targets = meta[f"{split}_tokens"] - meta.get(f"{split}_pads", 0)
+            bits = loss / math.log(2) * targets / meta[f"{split}_bytes"]
             figures |= {f"{split}_loss": loss, f"{split}_bits_per_byte": bits}
         self.write(f"step {run.step:>6}  train {losses['train']:.4f}  val {losses['val']:.4f} nats "
                    f"per token  = {figures['val_bits_per_byte']:.4f} bits per byte  "
@@ -645,7 +718,14 @@ def make_settings(given, enc):
     names = {f.name for f in fields(Settings)}
     s = Settings(**{name: value for name, value in given.items() if name in names})
     sizes = {name: value for name, value in given.items() if name not in names}
-    config = K3Config(**{"vocab_size": enc.n_vocab, **sizes})
+    media, pad = tokenizer.media_ids(enc), {}
+    if sizes.get("vit_layers") and "media_pad" not in sizes:
+        if not media:
+            raise ValueError(f"vit_layers = {sizes['vit_layers']}: the tokenizer of "
+                             f"data/{s.data} has no tokens for images; prepare data with "
+                             "images, or leave vit_layers out")
+        pad = {"media_pad": media[-1]}
+    config = K3Config(**{"vocab_size": enc.n_vocab, **pad, **sizes})
     if config.vocab_size < enc.n_vocab:
         raise ValueError(f"vocab_size = {config.vocab_size}: the tokenizer of data/{s.data} has "
                          f"{enc.n_vocab} tokens; leave vocab_size out, or give as many")
