@@ -29,7 +29,7 @@ import vision
 from checkpoint import load_model
 from data import images, prepare, reading, tokenizer
 from lab.study import in_turn, now
-from model import K3Config
+from sizes import K3Config
 
 COUNT = 200                 # lines of each kind
 
