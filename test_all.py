@@ -17,19 +17,24 @@ processes, or a compiler.
     -k muon        Newton-Schulz, heads, QK-Clip
     -k model     * sizes, initialisation, wiring, cached calls, drawing tokens, torch.compile
     -k mla         no positions, the slow definition
-    -k data        tokenizers and prepare.py
+    -k vision      the tower, preprocessing, images in K3, a released tower
+    -k data      * tokenizers, prepare.py, corpora
     -k train     * resuming, checkpoints, signals, settings, schedule, batches
     -k sample    * text from a checkpoint
     -k parallel  * four processes: the parts by themselves, then train.py; a process that fails
     -k weights   * released files in and out, MXFP4, hostile files, tokenizer files
-    -k lab       * ablations, scaling, needles, costs, pictures, speedrun, evaluation
+    -k lab       * ablations, scaling, needles, costs, pictures, speedrun, evaluation, GPUs on paper
 """
 import base64
+import collections
 import contextlib
 import copy
 import dataclasses
+import gzip
 import hashlib
+import http.server
 import inspect
+import itertools
 import json
 import math
 import multiprocessing
@@ -41,9 +46,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,6 +60,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnres
 import checkpoint
@@ -66,10 +74,14 @@ import ops
 import parallel
 import sample as sample_py
 import train
+import vision
 import weights
-from data import prepare, tokenizer
+from data import corpus, prepare, tokenizer
 from lab import bench, evaluate, look, speedrun, study
 from model import K3, K3Config
+
+if find_spec("triton"):
+    from lab import gpu
 
 torch.set_num_threads(1)  # for tiny models, threads cost more than they bring
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -548,12 +560,12 @@ if INTERPRETS:
 
 @slow
 @outer
-@pytest.mark.parametrize("which", ["triton and chunks", "triton and not chunks"])
-def test_kernels_interpreted(which):
+@pytest.mark.parametrize("half", ["chunks", "not chunks"])
+def test_kernels_interpreted(half):
     """Every test with triton in its name, in two halves of about the same time."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "test_all.py", "-k", which],
-                          cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
-                          capture_output=True, text=True)
+    command = ["-m", "pytest", "-q", "-x", "test_all.py", "-k", f"triton and {half}"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
     assert "skipped" not in done.stdout, done.stdout
 
@@ -1458,9 +1470,9 @@ def test_model_cut_anywhere(cuts, changes, monkeypatch):
         m.double()  # and again, where rounding hides nothing
         monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)  # torch's has no fp64
     numbers = sum(c["latents"].shape[1:].numel() if "latents" in c else 0 for c in cache)
-    mla = sum(isinstance(layer.attn, mla.GatedMLA) for layer in m.layers)
+    mla_layers = sum(isinstance(layer.attn, mla.GatedMLA) for layer in m.layers)
     # the latents, in a buffer at most twice as long
-    assert numbers <= mla * 2 * T * (16 + m.config.qk_rope_head_dim)
+    assert numbers <= mla_layers * 2 * T * (16 + m.config.qk_rope_head_dim)
 
 
 def test_mla_has_no_positions():
@@ -1705,6 +1717,480 @@ def test_model_compiled_shares_checkpoints():
     idx = torch.randint(0, 61, (1, 20))
     assert error(wrapped(idx)[0], m(idx)[0]) < 1e-5
     assert set(m.state_dict()) == keys and not any("_orig_mod" in k for k in keys)
+
+
+# ---- vision.py
+
+VIT = dict(n_embd=20, vit_layers=2, vit_width=16, vit_attn_width=24, vit_heads=2, vit_mlp_width=40,
+           vit_patch=3, vit_table=4)
+GRIDS = [(2, 4), (4, 4), (3, 2, 6), (2, 4), (6, 8), (1, 2, 4), (4, 2, 2)]
+
+
+def tiny_tower(seed=0, dtype=torch.float64, **changes):
+    """A small tower in which nothing is zero or one."""
+    torch.manual_seed(seed)
+    tower = vision.VisionTower(SimpleNamespace(**{**VIT, **changes})).to(dtype)
+    norms = ("norm.weight", "norm0.weight", "norm1.weight")
+    with torch.no_grad():
+        for name, p in tower.named_parameters():
+            p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 + name.endswith(norms))
+        tower.table.normal_()
+    return tower
+
+
+def random_patches(grids, dtype=torch.float64, seed=0, patch=3):
+    torch.manual_seed(seed)
+    return torch.randn(sum(math.prod(grid) for grid in grids), 3 * patch ** 2, dtype=dtype)
+
+
+def bilinear(table, h, w):
+    """table (H, W, D) → (h, w, D): align_corners=False, no antialias, one number after another."""
+    H, W, _ = table.shape
+    out = table.new_zeros(h, w, table.shape[2])
+    place = lambda i, size, new: max((i + 0.5) * size / new - 0.5, 0)
+    for r in range(h):
+        for c in range(w):
+            y, x = place(r, H, h), place(c, W, w)
+            y0, x0 = int(y), int(x)
+            for i, wy in ((y0, 1 - (y - y0)), (min(y0 + 1, H - 1), y - y0)):
+                for j, wx in ((x0, 1 - (x - x0)), (min(x0 + 1, W - 1), x - x0)):
+                    out[r, c] += wy * wx * table[i, j]
+    return out
+
+
+@torch.no_grad()
+def test_vision_packed_is_image_by_image():
+    tower, patches = tiny_tower(), random_patches(GRIDS)
+    packed, at, n = tower(patches, GRIDS), 0, 0
+    assert packed.shape == (2 + 4 + 3 + 2 + 12 + 2 + 1, 20)
+    for grid in GRIDS:
+        one = tower.one_image(patches[at:at + math.prod(grid)], grid)
+        assert error(packed[n:n + len(one)], one) < 1e-12
+        at, n = at + math.prod(grid), n + len(one)
+    assert tower(patches[:0], []).shape == (0, 20)
+    pixels = torch.randint(256, (8, 27), dtype=torch.uint8)
+    assert torch.equal(tower(pixels, [(2, 4)]), tower(vision.normalise(pixels), [(2, 4)]))
+    assert error(tower.float()(patches.float(), GRIDS), packed) < 3e-5
+
+
+@torch.no_grad()
+def test_vision_gelus():
+    """The tanh form in the blocks, the exact one in the projector. They differ by at most 5e-4."""
+    tower, z = tiny_tower(), torch.randn(5, 64, dtype=torch.float64)
+    rms = lambda y, eps, weight: y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    y = z @ tower.proj0.weight.T
+    y = (y * (1 + torch.erf(y / 2 ** 0.5)) / 2) @ tower.proj2.weight.T
+    assert error(tower.projector(z), rms(y, 1e-5, tower.post_norm.weight)) < 1e-12
+    block, x = tower.blocks[0], torch.randn(4, 16, dtype=torch.float64)
+    block.wo.weight.zero_()
+    y = rms(x, 1.1920928955078125e-07, block.norm1.weight) @ block.fc0.weight.T
+    gelu = y * (1 + torch.tanh((2 / math.pi) ** 0.5 * (y + 0.044715 * y ** 3))) / 2
+    expected = x + gelu @ block.fc1.weight.T
+    assert error(block(x, tower.turn(2, 2), [(1, 4)]), expected) < 1e-12
+
+
+def test_vision_equal_sizes_share_one_attention(monkeypatch):
+    tower, calls, attention = tiny_tower(), [], F.scaled_dot_product_attention
+
+    def counted(*arguments):
+        calls.append(arguments[0].shape[0])
+        return attention(*arguments)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    tower(random_patches(GRIDS), GRIDS)
+    assert calls == [3, 1, 1, 1, 1] * 2  # (1, 2, 4) is (2, 4)
+
+
+@torch.no_grad()
+def test_vision_rotation():
+    """Columns first. Neighbours are a pair. q · k depends on differences of row and column only."""
+    tower = tiny_tower(vit_attn_width=32, vit_heads=2)  # heads of 16: 8 pairs, 4 frequencies
+    q, k = torch.randn(2, 16, dtype=torch.float64)
+    turn = tower.turn(6, 7).view(6, 7, 8)
+    turned = lambda x, r, c: vision.rotate(x.view(1, 1, 1, 16), turn[r, c][None]).flatten()
+    for pair, omega in enumerate((1.0, 0.1, 0.01, 0.001)):  # 10000^(−4·pair/16)
+        for at, theta in ((4 * pair, 3 * omega), (4 * pair + 2, 5 * omega)):
+            a, b = q[at:at + 2].tolist()
+            cos, sin = math.cos(theta), math.sin(theta)
+            expected = torch.tensor([a * cos - b * sin, a * sin + b * cos])
+            assert error(turned(q, 5, 3)[at:at + 2], expected) < 1e-6  # row 5, column 3
+    products = [turned(q, r + 2, c) @ turned(k, r, c + 3) for r in range(4) for c in range(4)]
+    assert torch.tensor(products).std() < 1e-12
+    difference = turned(q, 2, 0) @ turned(k, 0, 3) - turned(q, 0, 2) @ turned(k, 3, 0)
+    assert abs(difference) > 1e-3
+
+
+@torch.no_grad()
+def test_vision_sees_no_other_image():
+    tower, grids = tiny_tower(), [(2, 4), (4, 4), (2, 4)]
+    patches = random_patches(grids)
+    other = patches.clone()
+    other[24:] = random_patches(grids[:1], seed=1)
+    before, after = tower(patches, grids), tower(other, grids)
+    assert torch.equal(before[:6], after[:6]) and error(after[6:], before[6:]) > 1e-2
+
+
+@pytest.mark.parametrize("image, grid, tokens", [
+    ((480, 640), (36, 46), 414),
+    ((1080, 1920), (78, 138), 2691),
+    ((100, 100), (8, 8), 16),
+    ((3584, 3584), (256, 256), 16384),
+    ((4096, 4096), (258, 258), 16641),
+    ((1, 1), (2, 2), 1),
+    ((20, 20000), (2, 512), 256)])
+def test_vision_sizes(image, grid, tokens):
+    pytest.importorskip("PIL")
+    pixels = np.zeros((*image, 3), np.uint8)
+    got = vision.cut(vision.shrink(pixels))[1]
+    assert got == grid and got[0] * got[1] // 4 == tokens
+
+
+def test_vision_patches():
+    """Patches row by row, each channel by channel. Padding comes before normalisation."""
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (5, 9, 3), dtype=np.uint8)
+    patches, (h, w) = vision.preprocess(image, patch=3)
+    assert (h, w) == (2, 4) and patches.shape == (8, 27) and patches.dtype == torch.float32
+    for p, channel, i, j in itertools.product(range(8), range(3), range(3), range(3)):
+        y, x = 3 * (p // w) + i, 3 * (p % w) + j
+        value = image[y, x, channel] / 255 * 2 - 1 if y < 5 and x < 9 else -1
+        assert abs(patches[p, 9 * channel + 3 * i + j] - value) < 1e-6
+    grey = vision.preprocess(image[:, :, 0], patch=3)[0].view(8, 3, 9)
+    assert (grey == patches.view(8, 3, 9)[:, :1]).all()
+    for bad in (image.astype(np.float32), image[:, :, :2], image[0, 0], image[:0]):
+        with pytest.raises(ValueError, match="expected .*uint8, got"):
+            vision.preprocess(bad)
+
+
+def test_vision_shrinks_and_fills():
+    Image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    wide = rng.integers(0, 256, (7, 40, 3), dtype=np.uint8)
+    small = np.asarray(Image.fromarray(wide).resize((24, 4), Image.Resampling.BICUBIC))
+    assert (vision.shrink(wide, 3, side_limit=8) == small).all()  # 8 patches of 3 on a side
+    # what shows through is a board of white and grey squares of 8
+    clear = np.dstack([np.full((20, 20, 3), 100), np.zeros((20, 20, 1))]).astype(np.uint8)
+    clear[0, :, 3] = 255, *[51] * 19
+    over = vision.shrink(clear)
+    for at, value in [((0, 0), 100), ((1, 7), 255), ((1, 8), 180), ((8, 7), 180), ((16, 16), 255),
+                      ((0, 9), 164)]:
+        assert over[at].tolist() == [value] * 3
+
+
+@torch.no_grad()
+def test_vision_position():
+    """The table itself at its size, bilinear below and above. Every frame of a clip has a time."""
+    tower = tiny_tower()
+    assert torch.equal(tower.position(4, 4), tower.table.flatten(0, 1))
+    for h, w in ((2, 2), (6, 10), (4, 8), (2, 4)):
+        assert error(tower.position(h, w), bilinear(tower.table, h, w).flatten(0, 1)) < 1e-12
+    tau = tower.time(3)  # (3, 16)
+    for f in range(3):
+        for k in range(8):
+            angle = f * 10000 ** (-k / 8)
+            assert abs(tau[f, k] - math.sin(angle)) + abs(tau[f, 8 + k] - math.cos(angle)) < 1e-12
+
+
+@torch.no_grad()
+def test_vision_clips():
+    """An image gets no time, frame 0 of a clip does. Frames share one attention, and a mean."""
+    tower, patches = tiny_tower(), random_patches([(2, 4)])
+    image, one = tower(patches, [(2, 4)]), tower(patches, [(1, 2, 4)])
+    twice = torch.cat([patches] * 2)
+    assert torch.equal(image, one) and error(tower(twice, [(2, 2, 4)]), image) > 1e-2
+    # a time of 1 everywhere, taken from the table: equal frames are as the image
+    tower.time = lambda t: tower.table.new_ones(t, 16)
+    tower.table.sub_(1)
+    clip = tower(twice, [(2, 2, 4)])
+    assert error(clip, image) < 1e-12
+
+
+def test_vision_gradients():
+    """Every parameter, by finite differences in float64."""
+    grids = [(2, 4), (2, 2, 2), (2, 4)]
+    tower, patches = tiny_tower(vit_layers=1), random_patches(grids)
+    weight = torch.randn(tower(patches, grids).shape, dtype=torch.float64)
+    loss = lambda: (tower(patches, grids) * weight).sum()
+    grads = torch.autograd.grad(loss(), list(tower.parameters()))
+    for (name, p), grad in zip(tower.named_parameters(), grads):
+        direction = torch.randn_like(p)
+        with torch.no_grad():
+            p.add_(direction, alpha=1e-6)
+            above = loss()
+            p.sub_(direction, alpha=2e-6)
+            below = loss()
+            p.add_(direction, alpha=1e-6)
+        slope = (grad * direction).sum()
+        assert abs(slope - (above - below) / 2e-6) < 1e-6 * (1 + abs(slope)), name
+        assert grad.abs().max() > 1e-6, name
+
+
+def test_vision_counts():
+    with torch.device("meta"):
+        m = K3(K3Config.k3())
+    numbers = {name: p.numel() for name, p in m.vision.named_parameters()}
+    in_projector = [n for name, n in numbers.items() if name.startswith(("proj", "post_norm"))]
+    assert len(numbers) == 168 and sum(in_projector) == 46_144_512
+    assert sum(numbers.values()) - sum(in_projector) == 401_214_464
+
+
+@pytest.mark.parametrize("grids, rows, width, words", [
+    ([(2, 4), (3, 4)], 20, 27, ("grid 1", "3 × 4", "even")),
+    ([(2, 5)], 10, 27, ("grid 0", "2 × 5")),
+    ([(5, 2, 2)], 20, 27, ("5 frames", "at most 4")),
+    ([(2, 4)], 7, 27, ("8", "7")),
+    ([(2, 4)], 9, 27, ("8", "9")),
+    ([(2, 4)], 8, 12, ("27", "12")),
+    ([(4,)], 8, 27, ("(4,)",)),
+    ([(0, 2)], 0, 27, ("(0, 2)",))])
+def test_vision_refuses(grids, rows, width, words):
+    with pytest.raises(ValueError) as caught:
+        tiny_tower()(torch.zeros(rows, width, dtype=torch.float64), grids)
+    assert all(word in str(caught.value) for word in words)
+
+
+# Images in K3
+
+SEEING = dict(vit_layers=2, vit_width=16, vit_attn_width=24, vit_heads=2, vit_mlp_width=40,
+              vit_patch=3, vit_table=4, media_pad=60)
+
+
+@pytest.fixture
+def seeing(monkeypatch):
+    """A tiny K3 with a tower in fp64, two sequences with images of several sizes, those images."""
+    monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)  # torch's has no fp64
+    m = tiny_model(**SEEING).double()
+    grids = [(2, 4), (2, 2), (2, 2, 6), (4, 4)]  # 2 + 1 + 3 + 4 features
+    patches, idx = random_patches(grids), torch.randint(0, 60, (2, 20))
+    idx[0, 3:5] = idx[0, 9] = idx[1, 2:5] = idx[1, 7:11] = 60
+    return m, idx, (patches, grids)
+
+
+def test_vision_features_stand_where_pads_stand(seeing):
+    m, idx, images = seeing
+    entering = []
+    norm = m.layers[0].attn_norm
+    norm.register_forward_hook(lambda module, inputs, output: entering.append(inputs[0]))
+    m(idx, images=images)
+    expected = m.embed(idx).detach().clone()
+    expected[idx == 60] = m.vision(*images).detach()
+    assert torch.equal(entering[0], expected)
+    # neither gradient is cut
+    following = idx.roll(-1, 1)
+    m(idx, torch.where(following == 60, -1, following), images=images)[1].backward()
+    assert all(p.grad.abs().max() > 0 for p in m.vision.parameters())
+    grad, used = m.embed.weight.grad, idx[idx != 60].unique()
+    assert (grad[used].abs().amax(1) > 0).all() and (grad[60] == 0).all()
+
+
+@pytest.mark.parametrize("cuts", [(6,), (3, 5, 6, 9, 10, 11), (2, 12)])
+@torch.no_grad()
+def test_vision_cached_calls(cuts, seeing):
+    """All at once is as in pieces. An image may come in a later call."""
+    m, idx, (patches, grids) = seeing
+    idx, starts, ends = idx[:1], (3, 9), (0, 8, 12)  # of the first row: two images
+    whole = m(idx, images=(patches[:12], grids[:2]))[0]
+    cache, out = m.eval().new_cache(1), []
+    for first, last in zip((0, *cuts), (*cuts, 20)):
+        new, images = [i for i in range(2) if first <= starts[i] < last], None
+        if new:
+            images = patches[ends[new[0]]:ends[new[-1] + 1]], [grids[i] for i in new]
+        out.append(m(idx[:, first:last], cache=cache, images=images)[0])
+    assert error(torch.cat(out, dim=1), whole) < 1e-9
+
+
+def test_vision_pads_that_do_not_fit(seeing):
+    m, idx, images = seeing
+    for bad, words in ((idx[:1], "3.*10"), (idx[:, :8], "6.*10")):
+        with pytest.raises(ValueError, match=words):
+            m(bad, images=images)
+    with pytest.raises(ValueError, match="10 image pads.* 0 features"):
+        m(idx)
+    with pytest.raises(ValueError, match="10 image pads"):
+        m.generate(idx, 2)
+    with pytest.raises(ValueError, match="no vision tower"):
+        tiny_model()(idx.clamp(max=59), images=images)
+
+
+@pytest.mark.parametrize("change", [
+    dict(vit_width=15), dict(vit_attn_width=20), dict(media_pad=61), dict(media_pad=-1),
+    dict(vit_layers=-1), dict(vit_patch=0)])
+def test_vision_impossible_configs(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        K3Config(**{**TINY, **SEEING, **change})
+
+
+def test_vision_generate(seeing):
+    """After images; and a pad, however likely, is never drawn."""
+    m, idx, images = seeing
+    m.lm_head.weight.data[60] = 1e3 * m.lm_head.weight.data[0]
+    out = m.generate(idx, 4, temperature=0, images=images)
+    assert out.shape == (2, 24) and (out[:, 20:] != 60).all()
+    with torch.no_grad():
+        for t in range(20, 24):
+            logits = m.eval()(out[:, :t], images=images)[0][:, -1].double()
+            logits[:, 60] = -torch.inf
+            assert torch.equal(logits.argmax(-1), out[:, t])
+
+
+def test_vision_in_the_optimizer():
+    m = K3(K3Config(**{**TINY, **SEEING}))
+    assert (m.vision.post_norm.weight == 0.1).all()
+    assert all((b.wo.weight == 0).all() and (b.fc1.weight == 0).all() for b in m.vision.blocks)
+    optimizer = m.configure_optimizers(1e-2)
+    names = {id(p): name for name, p in m.named_parameters()}
+    for group in optimizer.param_groups:
+        for name in (names[id(p)] for p in group["params"]):
+            if not name.startswith("vision."):
+                continue
+            adamw = name in ("vision.table", "vision.patch_map.weight") or "norm" in name
+            blocks = 6 if name.endswith("wqkv.weight") else 1  # 3 × 2 heads
+            assert group.get("blocks") == (None if adamw else blocks), name
+    idx = torch.randint(0, 60, (2, 20))
+    idx[0, 3:5] = 60
+    images = random_patches([(2, 4)], torch.float32), [(2, 4)]
+    m(idx, torch.where(idx == 60, -1, idx), images=images)[1].backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in m.parameters())
+    for kind in ("whole", "adamw"):
+        groups = m.configure_optimizers(1e-2, optimizer=kind).param_groups
+        assert {id(p) for g in groups for p in g["params"]} == names.keys()
+        assert all(g.get("blocks", 1) == 1 for g in groups)
+
+
+def test_vision_image_tokens_count_for_balance(seeing):
+    m, idx, images = seeing
+    counted = []
+
+    def forward(x, counts):
+        counted.append(counts)
+        return torch.zeros_like(x)
+    m.layers[1].mlp.forward = forward
+    targets = torch.where(idx == 60, -1, idx)
+    targets[1, 15:] = -1
+    m(idx, targets, images=images)
+    assert torch.equal(counted[0], (targets != -1) | (idx == 60))
+
+
+@torch.no_grad()
+def test_vision_in_bf16(seeing, monkeypatch):
+    m, idx, (patches, grids) = seeing
+    truth, logits = m.vision(patches, grids), m(idx, images=(patches, grids))[0]
+    monkeypatch.undo()
+    patches = patches.float()
+    images = patches, grids
+    assert error(m.float()(idx, images=images)[0], logits) < 2e-4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error(m.vision(*images), truth) < 0.03
+        assert m(idx, images=images)[0].isfinite().all()
+    assert error(m.bfloat16().vision(*images), truth) < 0.03
+    assert m(idx, images=images)[0].isfinite().all()
+
+
+# A released tower
+
+PUBLISHED = {
+    "_attn_implementation": "flash_attention_2", "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": False, "init_pos_emb_height": 4, "init_pos_emb_time": 4, "init_pos_emb_width": 4,
+    "linear_bias": False, "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool",
+    "mlp_type": "mlp2", "mm_hidden_size": 16, "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm", "patch_embed_proj_bias": False, "patch_size": 3,
+    "pos_emb_interpolation_mode": "bilinear", "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu", "projector_ln_eps": 1e-05, "qkv_hidden_size": 24,
+    "text_hidden_size": 32, "vt_hidden_size": 16, "vt_intermediate_size": 40,
+    "vt_num_attention_heads": 2, "vt_num_hidden_layers": 2}
+
+
+def tower_shapes():
+    """Names and shapes as they are released, from the tower's sizes alone."""
+    D, Q, mlp, p, side, d = 16, 24, 40, 3, 4, 32
+    patches, projector = "vision_tower.patch_embed.", "mm_projector."
+    shapes = {patches + "proj.weight": (D, 3, p, p), patches + "pos_emb.weight": (side, side, D),
+              "vision_tower.encoder.final_layernorm.weight": (D,),
+              projector + "proj.0.weight": (4 * D, 4 * D),
+              projector + "proj.2.weight": (d, 4 * D), projector + "post_norm.weight": (d,)}
+    block = {"norm0": (D,), "norm1": (D,), "wqkv": (3 * Q, D), "wo": (D, Q), "mlp.fc0": (mlp, D),
+             "mlp.fc1": (D, mlp)}
+    for i in range(2):
+        for name, shape in block.items():
+            shapes[f"vision_tower.encoder.blocks.{i}.{name}.weight"] = shape
+    return shapes
+
+
+def edited(folder, config=None, tensors=None):
+    """config.json and the one file of weights, changed in place by these functions."""
+    if config:
+        content = json.loads((folder / "config.json").read_text())
+        config(content)
+        (folder / "config.json").write_text(json.dumps(content))
+    if tensors:
+        found = safetensors.torch.load_file(folder / "model.safetensors")
+        tensors(found)
+        safetensors.torch.save_file(found, folder / "model.safetensors")
+    return folder
+
+
+@torch.no_grad()
+def test_vision_released_tower(tmp_path, capsys):
+    m, idx = tiny_model(**SEEING), torch.randint(0, 60, (1, 8))
+    idx[0, 2:4] = 60
+    patches = torch.randn(8, 27)
+    images = patches, [(2, 4)]
+    truth = m.eval()(idx, images=images)[0]
+    m.save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    assert config["vision_config"] == {k: v for k, v in PUBLISHED.items() if k[0] != "_"}
+    assert config["media_placeholder_token_id"] == 60
+    tensors = safetensors.torch.load_file(tmp_path / "a/model.safetensors")
+    shapes = {name: tuple(x.shape) for name, x in tensors.items() if "language_model" not in name}
+    assert shapes == tower_shapes()
+    # a patch is channel, row, column
+    kernel = tensors["vision_tower.patch_embed.proj.weight"]
+    features = F.conv2d(patches.view(8, 3, 3, 3), kernel).flatten(1)
+    assert error(m.vision.patch_map(patches), features) < 1e-5
+    edited(tmp_path / "a", lambda c: c["vision_config"].update(PUBLISHED))
+    other = K3.from_pretrained(tmp_path / "a")
+    layers = other.config.full_attn_layers
+    assert other.config == dataclasses.replace(m.config, full_attn_layers=layers, mla_every=4)
+    assert torch.equal(other(idx, images=images)[0], truth) and not capsys.readouterr().err
+    m.bfloat16().save_pretrained(tmp_path / "b")
+    assert K3.from_pretrained(tmp_path / "b").vision.table.dtype == torch.bfloat16
+
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def but_with(**fields):
+    return lambda config: config["vision_config"].update(fields)
+
+
+@pytest.mark.parametrize("config, tensors, words", [
+    (None, without("vision_tower.encoder.blocks.1.wo.weight"), "blocks.1.wo.weight missing"),
+    (None, without("mm_projector.post_norm.weight"), "mm_projector.post_norm.weight missing"),
+    (None, lambda t: t.update({"vision_tower.extra.weight": torch.ones(2)}),
+     "vision_tower.extra.weight belongs to no parameter"),
+    (None, lambda t: t.update({"mm_projector.proj.0.weight": torch.ones(2, 3)}),
+     r"mm_projector.proj.0.weight has shape \[2, 3\], expected \[64, 64\]"),
+    (but_with(norm_type="layernorm"), None, "norm_type is 'layernorm', expected 'rmsnorm'"),
+    (but_with(init_pos_emb_width=5), None, "vision_config.init_pos_emb_width is 5, expected 4"),
+    (but_with(qkv_hidden_size=None), None, "vision_config.qkv_hidden_size is missing"),
+    (but_with(vt_num_attention_heads=5), None, "qkv_hidden_size = 24"),
+    (but_with(new_field=3), None, "vision_config.new_field is 3, expected no such field"),
+    (lambda c: c.update(vision_config=[]), None, "vision_config"),
+    (lambda c: c.pop("media_placeholder_token_id"), None, "media_placeholder_token_id is missing"),
+    (lambda c: c.update(media_placeholder_token_id=61), None, "media_placeholder_token_id is 61")])
+def test_vision_towers_that_are_refused(config, tensors, words, tmp_path):
+    tiny_model(**SEEING).save_pretrained(tmp_path)
+    edited(tmp_path, config, tensors)
+    with pytest.raises(ValueError, match=words):
+        K3.from_pretrained(tmp_path)
+
+
+def test_vision_tower_without_a_config_is_skipped(tmp_path, capsys):
+    tiny_model(**SEEING).save_pretrained(tmp_path)
+    m = K3.from_pretrained(edited(tmp_path, lambda c: c.pop("vision_config")))
+    assert m.vision is None and m.config.vit_layers == 0
+    assert "skipped 18 tensors of the vision tower" in capsys.readouterr().err
 
 
 # ---- data/tokenizer.py and data/prepare.py
@@ -2369,6 +2855,421 @@ def test_data_spoiled_meta(meta, tmp_path):
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+# Documents in lines and rows, and corpora by name
+
+KINDS = ["x.jsonl", "x.jsonl.gz"]
+KINDS += ["x.jsonl.zst"] if find_spec("zstandard") else []
+KINDS += ["x.parquet"] if find_spec("pyarrow") else []
+
+
+def story(i):
+    text = f"Story {i}.\nOnce there was a {'very ' * (i % 5)}small fox, and it said \"{i}\"!\n"
+    return text + "é中😀" * (i % 3)
+
+
+STORIES = [story(i) for i in range(200)]
+
+
+def write_corpus(path, texts, key="text"):
+    """texts as documents in a file of the kind that its name says."""
+    rows = [{"id": i, key: text} for i, text in enumerate(texts)]
+    rows = [json.dumps(row, ensure_ascii=row["id"] % 2 > 0) + "\n" for row in rows]
+    rows = "".join(rows).encode()
+    halves = rows[:999], rows[999:]  # compressed files may have several members
+    if path.name.endswith(".parquet"):
+        write_parquet(path, {"id": list(range(len(texts))), key: texts})
+    elif path.name.endswith(".gz"):
+        path.write_bytes(b"".join(gzip.compress(half) for half in halves))
+    elif path.name.endswith(".zst"):
+        import zstandard
+        path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(half) for half in halves))
+    else:
+        path.write_bytes(rows)
+    return path
+
+
+def write_parquet(path, columns):
+    import pyarrow
+    import pyarrow.parquet
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=64)
+
+
+def test_data_every_kind_of_file_is_the_same_text(desk):
+    for kind in KINDS:
+        write_corpus(desk / kind, STORIES, key="story")
+        name = f"--name={kind}"
+        prepare.main([kind, "--text_key=story", name, "--vocab_size=300", "--workers=2"])
+    Path("plain").mkdir()
+    for i, text in enumerate(STORIES):
+        Path(f"plain/{i:03}.txt").write_bytes(text.encode())
+    prepare.main(["plain", "--vocab_size=300"])
+    folders = [desk / "data" / name for name in (*KINDS, "plain")]
+    for file in ("train.bin", "val.bin", "tokenizer.tiktoken"):
+        assert len({(folder / file).read_bytes() for folder in folders}) == 1
+    meta = prepare.load_meta(folders[0])[0]
+    assert meta["documents"] == 200
+    assert meta["sha256"] == hashlib.sha256("".join(STORIES).encode()).hexdigest()
+    assert whole_text(folders[0]) == "<|endoftext|>".join(STORIES)
+
+    # mixed with plain files, in a folder and named
+    Path("mixed").mkdir()
+    Path("mixed/a.txt").write_text("first")
+    write_corpus(Path("mixed/b.jsonl.gz"), ["second", "", "third"])
+    write_corpus(Path("more.jsonl"), ["fourth"])
+    prepare.main(["mixed", "more.jsonl", "--name=mixed", "--tokenizer=bytes"])
+    documents = whole_text(Path("data/mixed")).split("<|endoftext|>")
+    assert documents == ["first", "second", "third", "fourth"]
+    # the name comes from the file
+    prepare.main(["more.jsonl", "--tokenizer=bytes", "--val_fraction=0.5"])
+    assert Path("data/more/meta.json").exists()
+
+
+def test_data_any_number_of_workers(desk, monkeypatch):
+    """The same bytes whatever the workers, and wherever pieces and batches end."""
+    texts = [(PLAY * 40 + str(i)) * (i % 4 + 1) for i in range(30)]
+    path = write_corpus(desk / "x.jsonl", [*texts, *STORIES, "x" * 5000 + " y"])
+    found = set()
+    for workers, chunk, block in [
+            (1, 1 << 18, 1 << 20), (2, 1 << 12, 1 << 20), (5, 700, 333), (3, 50, 1 << 12)]:
+        monkeypatch.setattr(prepare, "CHUNK", chunk)
+        monkeypatch.setattr(corpus, "BLOCK", block)
+        monkeypatch.setattr(prepare.chunks, "__defaults__", (chunk,))
+        prepare.prepare(prepare.survey([(path, True)]), "x", "bpe", 400, workers=workers)
+        found.add(tuple((desk / "data/x" / file).read_bytes() for file in prepare.FILES))
+    assert len(found) == 1
+
+    def slow_first(i):
+        time.sleep(0.05 * (i == 0))
+        return i
+    assert list(prepare.in_order(slow_first, range(50), 4)) == list(range(50))
+
+
+def test_data_limits(desk):
+    write_corpus(desk / "a.jsonl", ["", *STORIES[:100]])
+    write_corpus(desk / "b.jsonl", STORIES[100:])
+    Path("c.jsonl").write_text("no JSON, and never read")
+    three, folder = ["a.jsonl", "b.jsonl", "c.jsonl"], Path("data/x")
+    for n in (1, 7, 100, 101, 150):
+        prepare.main([*three, "--name=x", f"--documents={n}", "--tokenizer=bytes"])
+        assert whole_text(folder) == "<|endoftext|>".join(STORIES[:n])
+    whole = "".join(STORIES).encode()
+    for n, text in ((1000, "1000"), (2345, "2.345kB"), (5000, "5kB")):
+        prepare.main([*three, "--name=x", f"--limit={text}", "--tokenizer=bytes"])
+        # bytes of text, at a character's end
+        assert whole_text(folder).replace("<|endoftext|>", "") == whole[:n].decode(errors="ignore")
+        meta = prepare.load_meta(folder)[0]
+        assert n - 4 < meta["train_bytes"] + meta["val_bytes"] <= n
+    Path("long.txt").write_text(PLAY * 50)
+    prepare.main(["long.txt", "--limit=1kB", "--tokenizer=bytes"])
+    assert whole_text(Path("data/long")) == (PLAY * 50)[:1000]
+    for argument, word in [
+            ("--limit=200XB", "500kB"),
+            ("--limit=0", "500kB"),
+            ("--limit=", "500kB"),
+            ("--limit=-1", "500kB"),
+            ("--documents=0", "--documents=0: expected 1"),
+            ("--workers=0", "--workers=0"),
+            ("--workers=-2", "--workers"),
+            ("--bpe_bytes=many", "--bpe_bytes"),
+            ("--text_key=body", "--text_key is for")]:
+        prepare_refuses(["long.txt", argument], word)
+    prepare_refuses(["long.txt", "--bpe_bytes=1MB", "--tokenizer=bytes"], "--bpe_bytes is for")
+
+
+def test_data_bpe_learns_from_a_spread_sample(monkeypatch):
+    monkeypatch.setattr(prepare, "CHUNK", 100)
+    monkeypatch.setattr(prepare.chunks, "__defaults__", (100,))
+    text = prepare.survey([(f"{i:05} it is so,\n" * 9, True) for i in range(1000)])
+    cut = int(text.characters * 0.9)
+    for most in (1000, 20_000):
+        sample = "".join(prepare.training_sample(text, cut, most))
+        assert most * 0.6 < len(sample.encode()) <= most
+        numbers = [int(word) for word in sample.split() if word.isdigit()]
+        thirds = [sum(a <= n < a + 300 for n in numbers) for a in (0, 300, 600)]
+        assert max(numbers) < 900 and min(thirds) > max(thirds) * 0.6
+    everything = "".join(source for source, _ in text.sources)[:cut]
+    assert "".join(prepare.training_sample(text, cut, text.bytes)) == everything
+
+
+def cut_short(kind):
+    return lambda folder: write_corpus(folder / kind, STORIES).read_bytes()[:-9]
+
+
+def spoiled_inside(folder):
+    whole = write_corpus(folder / "good.parquet", STORIES).read_bytes()
+    return b"PAR1" + b"\xff" * 3000 + whole[3004:]
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("cut.jsonl.gz", cut_short("x.jsonl.gz"), ["cut.jsonl.gz", "cut short"]),
+    ("spoiled.jsonl.gz", b"\x1f\x8b\x08" + b"x" * 99, ["cut short or spoiled"]),
+    ("no.jsonl.gz", b'{"text": "a"}\n', ["cut short or spoiled"]),
+    ("cut.jsonl.zst", cut_short("x.jsonl.zst"), ["cut.jsonl.zst", "cut short"]),
+    ("no.jsonl.zst", b'{"text": "a"}\n', ["cut short or spoiled"]),
+    ("cut.parquet", cut_short("x.parquet"), ["cut.parquet", "cut short"]),
+    ("no.parquet", b"PAR1" + b"x" * 50, ["no.parquet", "cut short"]),
+    ("empty.parquet", b"", ["empty.parquet"]),
+    ("middle.parquet", spoiled_inside, ["middle.parquet"]),
+    ("bad.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', ["bad.jsonl, line 3", "no JSON"]),
+    ("list.jsonl", b'["text"]\n', ["line 1", "'text'", "--text_key"]),
+    ("number.jsonl", b'{"text": "a"}\n{"text": 5}\n', ["line 2", "'text'"]),
+    ("null.jsonl", b'{"text": null}\n', ["line 1"]),
+    ("other.jsonl", b'{"body": "a"}\n', ["line 1", "'text'"]),
+    ("half.jsonl", b'{"text": "a\\ud800"}\n', ["line 1", "surrogate"]),
+    ("latin.jsonl", b'{"text": "caf\xe9"}\n', ["line 1"]),
+    ("deep.jsonl", b"[" * 10**5, ["line 1"]),
+    ("none.jsonl", b"\n\n", ["no text"])])
+def test_data_bad_lines_and_rows(name, content, words, desk):
+    """One line that says what and where; nothing is left half-made."""
+    if not any(name.endswith(kind[1:]) for kind in KINDS):
+        pytest.skip("its package is not installed")
+    Path(name).write_bytes(content(desk) if callable(content) else content)
+    prepare_refuses([name, "--name=x"], *words)
+    assert not Path("data/x").exists()
+
+
+@pytest.mark.skipif(not find_spec("pyarrow"), reason="pyarrow is not installed")
+def test_data_bad_columns(tmp_path):
+    write_parquet(tmp_path / "numbers.parquet", {"text": [1, 2]})
+    write_parquet(tmp_path / "nulls.parquet", {"text": ["a", None]})
+    for name, key, words in [
+            ("numbers.parquet", "text", "row 1"),
+            ("nulls.parquet", "text", "row 2"),
+            ("nulls.parquet", "body", "no column 'body', only text")]:
+        with pytest.raises(ValueError, match=words):
+            prepare.survey([(tmp_path / name, True)], text_key=key)
+
+
+@pytest.mark.parametrize("package, source", [
+    ("zstandard", "x.jsonl.zst"), ("pyarrow", "x.parquet"), ("huggingface_hub", "wikitext103")])
+def test_data_packages_that_are_not_installed(package, source, tmp_path, monkeypatch):
+    """Needed only where such files are, and named then."""
+    if source.startswith("x."):
+        (tmp_path / source).write_bytes(b"anything")
+        read = corpus.blocks(tmp_path / source)
+    else:
+        read = corpus.fetch(source, 1)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=f"need.* {package}: pip install {package}"):
+        list(read)
+    assert list(corpus.blocks(write_corpus(tmp_path / "x.jsonl", STORIES)))
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+from data import prepare
+peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) >> 10
+path, before = Path(sys.argv[1]), peak()
+try:
+    text = prepare.survey([(path, True)])
+    pieces = prepare.pieces(text, text.characters // 2)
+    print(sum(len(piece or "") for _, piece in pieces), text.documents)
+except ValueError as error:
+    print(error)
+print(peak() - before)
+"""
+
+
+@slow
+def test_data_memory_is_bounded(tmp_path):
+    """A long line is refused. A long file streams, and so do documents without number."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc")
+    line, many, long = (tmp_path / name for name in ("line.jsonl.gz", "many.jsonl.gz", "long.txt"))
+    with gzip.open(line, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "')
+        for _ in range(300):
+            file.write(b"It is. " * 150_000)  # 315 MB in all
+        file.write(b'"}\n')
+    with gzip.open(many, "wb", compresslevel=1) as file:
+        for _ in range(400):
+            file.write(b'{"text": "a fox"}\n' * 500)
+    with open(long, "wb") as file:
+        for _ in range(60):
+            file.write(b"It is what it is, and so on. " * 36_000)  # 62 MB in one line
+    for path, expected, most in [
+            (line, "line.jsonl.gz, line 1: a document of more than 64 MB", 250),
+            (many, f"{200_000 * 5} 200000", 60),
+            (long, f"{60 * 36_000 * 29} 1", 60)]:
+        done = run_python(ROOT, "-c", GROWTH, str(path), timeout=300)
+        said, grown = done.stdout.splitlines()
+        assert expected in said and int(grown) < most, (said, grown)
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """
+    A hub of data sets: /datasets/REPOSITORY/resolve/REVISION/FILE, from a folder, with ranges. It
+    can hang up in the middle of a file.
+    """
+    folder, hang_up, asked = None, False, []
+
+    def do_HEAD(self):
+        path = Path(self.folder) / self.path.partition("/resolve/")[2].partition("/")[2]
+        if "/resolve/" not in self.path or not path.is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return b""
+        data, wanted = path.read_bytes(), self.headers.get("Range", "")
+        start, _, end = wanted.removeprefix("bytes=").partition("-")
+        start, end = int(start or 0), min(int(end or len(data)), len(data) - 1)
+        self.send_response(206 if wanted else 200)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.send_header("Content-Length", str(end + 1 - start))
+        self.send_header("Content-Range", f"bytes {start}-{end}/{len(data)}")
+        self.end_headers()
+        return data[start:end + 1]
+
+    def do_GET(self):
+        body = self.do_HEAD()
+        if body:
+            self.asked.append(self.path.partition("/resolve/")[2].partition("/")[2])
+        if self.hang_up:
+            self.wfile.write(body[:len(body) // 2])
+            self.wfile.flush()
+            self.connection.close()
+        else:
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A running Hub → the environment in which huggingface_hub asks it."""
+    pytest.importorskip("huggingface_hub")
+    pytest.importorskip("pyarrow")
+    Hub.folder, Hub.hang_up, Hub.asked = tmp_path / "hub", False, []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path / "home"),
+               NO_PROXY="127.0.0.1", HTTP_PROXY="", HTTPS_PROXY="", ALL_PROXY="")
+    server.shutdown()
+
+
+def fill_hub(name, rows):
+    """Every file of a named corpus, small: rows(i) of its i-th file."""
+    for i, file in enumerate(corpus.CORPORA[name].files):
+        path = Hub.folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_corpus(path, rows(i))
+
+
+def split_text(folder):
+    meta, enc = prepare.load_meta(folder)
+    return [decode(folder, split, meta, enc) for split in ("train", "val")]
+
+
+@slow
+def test_data_named_corpora(hub, tmp_path):
+    """Fetched once; validation on the corpus's own part; lines are put together to documents."""
+    def prepared(name, *more):
+        done = run_prepare(tmp_path, name, "--tokenizer=bytes", *more, **hub)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    fill_hub("tinystories", lambda i: STORIES[20 * i:20 * i + 20])
+    said = prepared("tinystories")
+    assert "5 files of 0 MB to fetch" in said and "100 documents" in said
+    train, val = split_text(tmp_path / "data/tinystories")
+    assert train == "<|endoftext|>".join(STORIES[:80]) + "<|endoftext|>"
+    assert val == "<|endoftext|>".join(STORIES[80:100])
+    assert len(Hub.asked) == 5
+    said = prepared("tinystories", "--documents=3", "--name=few")
+    assert len(Hub.asked) == 5 and "to fetch" not in said
+    assert whole_text(tmp_path / "data/few") == "<|endoftext|>".join(STORIES[:3])
+
+    fill_hub("wikitext103", lambda i: [
+        "", f" = Title {i} = \n", "", " It is . \n", " = = Part = = \n", " So . \n",
+        " = Other = \n", " Yes . \n"])
+    assert "6 documents" in prepared("wikitext103")
+    train, val = split_text(tmp_path / "data/wikitext103")
+    first = " = Title 2 = \n It is . \n = = Part = = \n So . \n"
+    assert val == first + "<|endoftext|> = Other = \n Yes . \n"
+    assert train.count("<|endoftext|>") == 4
+
+    # a limit fetches no more than it needs
+    Hub.asked.clear()
+    fill_hub("fineweb-edu", lambda i: STORIES[10 * i:10 * i + 10])
+    prepared("fineweb-edu", "--limit=1kB")
+    assert set(Hub.asked) <= set(corpus.CORPORA["fineweb-edu"].files[:2]), Hub.asked
+
+
+@slow
+def test_data_named_corpora_fail(hub, tmp_path):
+    """A server that hangs up, lacks a file or is not there: one line."""
+    numbers = lambda i: "".join(map(str, range(i, 3000)))
+    fill_hub("wikitext103", lambda i: [f" = Title {i} = \n", *[numbers(i)] * 9])
+    missing = Hub.folder / corpus.CORPORA["wikitext103"].files[1]
+    away = missing.rename(missing.with_name("away"))
+    refused(run_prepare(tmp_path, "wikitext103", **hub), hub["HF_ENDPOINT"], "Salesforce/wikitext",
+            "could not fetch wikitext-103-raw-v1/train-00001")
+    away.rename(missing)
+    Hub.hang_up = True
+    refused(run_prepare(tmp_path, "wikitext103", **hub), "could not fetch wikitext-103")
+    assert not (tmp_path / "data/wikitext103").exists()
+    Hub.hang_up = False
+    done = run_prepare(tmp_path, "wikitext103", "--tokenizer=bytes", **hub)
+    assert done.returncode == 0, done.stderr
+    nobody = hub | dict(HF_ENDPOINT="http://127.0.0.1:9")
+    refused(run_prepare(tmp_path, "tinystories", **nobody), "could not fetch data/train-00000",
+            "HF_ENDPOINT names a mirror")
+
+
+def test_data_room_on_the_disk(tmp_path, capsys):
+    free = shutil.disk_usage(tmp_path).free
+    said = "openwebtext needs .* are free; make room, or take less with --limit"
+    with pytest.raises(ValueError, match=said):
+        corpus.check_room("openwebtext", 80, free, tmp_path / "not/yet/there")
+    assert "80 files" in capsys.readouterr().out
+    corpus.check_room("openwebtext", 80, 1000, tmp_path)
+    corpus.check_room("openwebtext", 0, 0, tmp_path)
+
+
+def test_data_progress(desk, monkeypatch, capsys):
+    clock = iter(range(0, 10**6, 7))
+    monkeypatch.setattr(prepare.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(corpus, "BLOCK", 1000)
+    prepare.prepare([PLAY * 300], "x", "bytes")
+    said = capsys.readouterr().err
+    assert regex.search(r"^reading: 0 MB, [\d.]+ MB/s$", said, regex.M), said
+    assert regex.search(r"^encoding: 0 MB, [\d.]+ MB/s, \d+ minutes left$", said, regex.M), said
+
+
+def test_data_full_disk_in_the_middle(desk):
+    """No room for a token file: one line, and the data set that was there stays whole."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    prepare.prepare([PLAY * 30], "x", "bytes")
+    contents = lambda: {path.name: path.read_bytes() for path in Path("data/x").iterdir()}
+    before = contents()
+    os.symlink("/dev/full", "data/x/val.bin.tmp")
+    with pytest.raises(OSError, match="could not write .*No space left on device"):
+        prepare.prepare([PLAY * 40], "x", "bytes")
+    assert contents() == before
+
+
+def test_data_text_after_images(desk):
+    """A data set of texts with images is replaced whole. Somebody else's pixels are not."""
+    Path("play.txt").write_text(PLAY * 9)
+    folder, how = desk / "data/x", ["play.txt", "--name=x", "--tokenizer=bytes"]
+    folder.mkdir(parents=True)
+    (folder / "train.pixels").write_bytes(b"mine")
+    prepare_refuses(how, "train.pixels was not written by prepare.py")
+    assert (folder / "train.pixels").read_bytes() == b"mine"
+    (folder / "meta.json").write_text(json.dumps(dict(train_tokens=1, patch=14)))
+    prepare.main(how)
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == ["meta.json", "tokenizer.tiktoken", "train.bin", "val.bin"]
+    prepare_refuses([*how, "--patch=7"], "--patch is for texts with images")
+    Path("c.jsonl").write_text('{"images": []}\n')
+    limited = ["c.jsonl", "--name=y", "--tokenizer=bytes", "--limit=1MB"]
+    prepare_refuses(limited, "--limit is for text without images")
+
+
 def test_data_prepare_sources(tmp_path):
     paths = prepare.stdlib()
     foreign = {"site-packages", "test", "tests"}
@@ -2767,6 +3668,8 @@ def at_step(monkeypatch, number, act):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_train_signals_save_first(at_home, monkeypatch, capfd, name):
     number, before = getattr(signal, name), signal.getsignal(signal.SIGINT)
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip("ignored here, as nohup does, and then train.py ignores it too")
     at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as caught:
         train_here("--steps=9", f"--out_dir=out/{name}")
@@ -5242,3 +6145,46 @@ def test_lab_evaluate_without_harness(judged, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError, match="pip install lm-eval"):
         evaluate.run_tasks(evaluate.Scorer(*judged, set(), 2), dict(tasks="x"))
+
+
+# ---- lab/gpu.py
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
+def test_lab_gpu_counts_a_product():
+    """One linear map, forward and backward, against a count by hand."""
+    count = gpu.Count()
+    with FakeTensorMode(), count:
+        x, w = torch.empty(8, 16, requires_grad=True), torch.empty(4, 16, requires_grad=True)
+        y = x @ w.T  # reads 512 + 256 bytes, writes 128
+        count.phase = "backward"
+        y.backward(torch.empty(8, 4))  # two products, from a gradient of 128 bytes
+        assert y.detach()[0, 0].item() == 1.0  # a wait
+    products = lambda phase: [row for row in count.rows if row.phase == phase and row.flops]
+    forward, = products("forward")
+    assert forward[2:] == ("mm", 1, 512 + 256 + 128, 2 * 8 * 16 * 4)
+    assert [row.flops for row in products("backward")] == [2 * 8 * 16 * 4] * 2
+    assert sum(row.bytes for row in products("backward")) == (128 + 512 + 256) * 2
+    assert count.waits == {"backward": 1}
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
+def test_lab_gpu_counts_launches(capsys):
+    """Of a model of one KDA and one MLA layer, against a count by hand."""
+    config = K3Config(**dict(TINY, n_embd=64, n_head=2, n_layer=2, mla_every=2, vocab_size=64))
+    settings = train.Settings(batch_size=2, context=64)
+    _, count, kept, peak = gpu.count_step(settings, config)
+    launches = collections.Counter()
+    for row in count.rows:
+        launches[row.name.removeprefix("triton ")] += row.launches
+    # four programs forward; backward repeats three of them and adds three
+    forward, backward = ("scores", "solve", "states", "output"), ("dstates", "dsolve", "dinputs")
+    assert [launches[name] for name in forward] == [2, 2, 2, 1]
+    assert [launches[name] for name in backward] == [1, 1, 1]
+    # one dense, one shared and one routed SiTU-GLU, forward and backward
+    assert launches["situ_kernel"] == 6
+    # four mixtures read something: all but the first layer's first, and the output's
+    assert launches["mix_forward"] == launches["mix_backward"] == 4
+    assert 0 < kept < peak
+    gpu.report(settings, config)
+    out = capsys.readouterr().out
+    assert "| KDA |" in out and "| H100 |" in out and "waits for the GPU" in out
