@@ -10,7 +10,7 @@ Train a K3.
     torchrun --nproc_per_node=8 train.py config/gpu_small.py --expert_parallel=8
     python train.py --help                             what every setting means
 
-A setting is a field of Settings, below, or of K3Config in model.py. A run writes checkpoints and
+A setting is a field of Settings, below, or of K3Config in sizes.py. A run writes checkpoints and
 metrics.jsonl to out/NAME/ (checkpoint.py). On Ctrl-C, SIGTERM or a lost terminal it finishes the
 step, saves and leaves. Everything random is a function of the seed and of `step`, the number of
 finished updates; the learning rate, checkpoints and the choice of data go by `step` as well.
@@ -36,7 +36,6 @@ import torch.distributed as dist
 
 import checkpoint
 import cli
-from cli import find_device
 from data import prepare, tokenizer
 from data.images import Images
 from model import K3
@@ -795,7 +794,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4
 
 def set_up_machine(settings):
     """→ device, dtype, peak FLOP/s or None."""
-    device = find_device(settings.device)
+    device = cli.find_device(settings.device)
     if settings.dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype = {settings.dtype!r}: expected auto, float32 or bfloat16")
     dtype, peak = settings.dtype, None

@@ -44,12 +44,15 @@ import torch.nn.functional as F
 
 import attnres
 import cli
+import dispatch
 import kda
 import mla
 import model
 import moe
 import muon
+import mxfp4
 import ops
+import sizes
 import train
 from data import prepare
 from model import K3, K3Config
@@ -58,7 +61,8 @@ RUNS = Path("out/study.jsonl")
 
 # The sources that make the model. A run made by other ones is marked in the tables.
 SOURCE = hashlib.sha256(b"".join(
-    Path(module.__file__).read_bytes() for module in (ops, attnres, kda, mla, moe, muon, model)
+    Path(module.__file__).read_bytes()
+    for module in (ops, dispatch, attnres, kda, mla, mxfp4, moe, muon, sizes, model)
 )).hexdigest()[:12]
 
 # Settings of every run, unless the command line says otherwise.
@@ -714,7 +718,7 @@ def with_spread(values, digits):
 
 def heading(options, flat, what):
     """How a table was measured."""
-    device = flat.get("device", train.find_device("auto"))
+    device = flat.get("device", cli.find_device("auto"))
     clock = ", in processor time" if by_processor() else ""
     return (f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {device}; "
             f"data/{flat['data']}, {what}, lr {flat['lr']:g}, {flat['batch_size']} × "
