@@ -1,6 +1,7 @@
 """
 Learning to read from scratch: a language model and a vision tower, on lines of text as images and
-on plain text. About ten minutes on two CPU cores; needs Pillow and matplotlib, for its faces:
+on plain text. How long it takes, and how well it reads then, is not measured yet. It needs Pillow,
+and matplotlib for its faces:
 
     python data/reading.py && python train.py config/reading.py
     python sample.py --out_dir=out/reading --image=line.png
