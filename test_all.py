@@ -17,7 +17,7 @@ processes, or a compiler.
     -k muon        Newton-Schulz, heads, QK-Clip
     -k model     * sizes, initialisation, wiring, cached calls, drawing tokens, torch.compile
     -k mla         no positions, the slow definition
-    -k vision      the tower, preprocessing, images in K3, a released tower
+    -k vision    * the tower, preprocessing, images in K3 and in training, a released tower
     -k data      * tokenizers, prepare.py, corpora
     -k train     * resuming, checkpoints, signals, settings, schedule, batches
     -k sample    * text from a checkpoint
@@ -76,7 +76,7 @@ import sample as sample_py
 import train
 import vision
 import weights
-from data import corpus, prepare, tokenizer
+from data import corpus, images, prepare, reading, tokenizer
 from lab import bench, evaluate, look, speedrun, study
 from model import K3, K3Config
 
@@ -2173,7 +2173,7 @@ def but_with(**fields):
      r"mm_projector.proj.0.weight has shape \[2, 3\], expected \[64, 64\]"),
     (but_with(norm_type="layernorm"), None, "norm_type is 'layernorm', expected 'rmsnorm'"),
     (but_with(init_pos_emb_width=5), None, "vision_config.init_pos_emb_width is 5, expected 4"),
-    (but_with(qkv_hidden_size=None), None, "vision_config.qkv_hidden_size is missing"),
+    (but_with(qkv_hidden_size=None), None, "qkv_hidden_size is missing"),
     (but_with(vt_num_attention_heads=5), None, "qkv_hidden_size = 24"),
     (but_with(new_field=3), None, "vision_config.new_field is 3, expected no such field"),
     (lambda c: c.update(vision_config=[]), None, "vision_config"),
@@ -4053,6 +4053,208 @@ def test_sample_writes_utf_8(five_steps):
     done = subprocess.run([sys.executable, *command, "--device=cpu"], cwd=ROOT, capture_output=True,
                           env={**os.environ, "PYTHONIOENCODING": "cp1252"})
     assert done.returncode == 0 and "中文 €".encode() in done.stdout, done.stderr
+
+
+# ---- data/images.py, data/reading.py, and train.py on images
+
+SEES = [
+    "--vit_layers=1", "--vit_width=16", "--vit_attn_width=24", "--vit_heads=2",
+    "--vit_mlp_width=32", "--vit_patch=3", "--vit_table=4", "--data=pictures", "--batch_size=4",
+    "--context=40"]
+
+
+def picture_documents(count, seed):
+    """Plain text, then documents with an image or two of several sizes."""
+    rng = np.random.default_rng(seed)
+    yield [PLAY * 2]
+    for i in range(count):
+        image = lambda: rng.integers(0, 256, (6, int(rng.integers(5, 20)), 3), dtype=np.uint8)
+        yield [image(), f"says {i}", *([image(), "and more."] if i % 3 == 0 else [])]
+
+
+@pytest.fixture(scope="module")
+def pictures(house):
+    """The house, with a data set of texts with images."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "HERE", house / "data")
+        enc = tokenizer.with_media(tokenizer.make("bytes"))
+        parts = dict(train=picture_documents(60, 1), val=picture_documents(20, 2))
+        prepare.prepare_images(parts, "pictures", enc, 3)
+    return house
+
+
+def test_vision_windows_hold_images_whole(pictures):
+    folder = pictures / "data/pictures"
+    meta, enc = prepare.load_meta(folder)
+    begin, content, end, pad = tokenizer.media_ids(enc)
+    tokens = prepare.open_tokens(folder, "train", meta)
+    stored = images.Images(folder, "train", meta, enc)
+    assert meta["train_images"] == len(stored.begins) == 80
+    assert (tokens == pad).sum() == meta["train_pads"]
+    x, y, rows = stored.windows(tokens, range(len(tokens) - 40), 40)
+    seen = [stored.load(row) for row in rows]
+    features = [sum(h * w // 4 for h, w in grids) for _, grids in seen]
+    assert (x == pad).sum(1).tolist() == features
+    assert all(patches.dtype == torch.uint8 for patches, _ in seen) and (y != pad).all()
+    for a, b in zip(x.tolist(), y.tolist()):
+        *known, last = (i for i in range(39) if b[i] != -1)
+        assert all(b[i] == a[i + 1] for i in known) and b[last] in (a[last + 1], begin)
+        # the last pad of an image predicts what follows it
+        assert all(b[i] == end for i in range(39) if a[i] == pad != a[i + 1])
+    inside = stored.begins[5] + 2  # a window from within an image begins with all of it
+    assert stored.windows(tokens, [inside], 40)[0][0, 0] == begin
+    parts = [part for document in picture_documents(60, 1) for part in document]
+    first_two = [part for part in parts if not isinstance(part, str)][:2]
+    expected = np.concatenate([vision.cut(image, 3)[0] for image in first_two])
+    assert torch.equal(stored.load([0, 1])[0], torch.from_numpy(expected))
+    stored.close()
+
+
+@pytest.fixture(scope="module")
+def run_on_pictures(pictures):
+    """A finished run of four updates on images → its folder."""
+    how = "--steps=4", "--eval_every=2", "--grad_accum=2", "--out_dir=out/straight"
+    done = run_train(pictures, *SEES, *how)
+    assert done.returncode == 0, done.stderr
+    return pictures / "out/straight"
+
+
+needs_run_on_pictures = pytest.mark.xdist_group("pictures")  # on one worker: the run is made once
+
+
+@slow
+@needs_run_on_pictures
+def test_vision_train_resumes(pictures, run_on_pictures):
+    cut = pictures / "out/cut"
+    cut.mkdir()
+    shutil.copy(run_on_pictures / "ckpt_00000002.pt", cut)
+    done = run_ranks(pictures, 1, "--resume", "--out_dir=out/cut")
+    assert done.returncode == 0, done.stderr
+    a, b = (checkpoint.load_checkpoint(folder) for folder in (run_on_pictures, cut))
+    assert same(a["model"], b["model"]) and same(a["optimizer"], b["optimizer"])
+
+
+@slow
+@needs_run_on_pictures
+@pytest.mark.parametrize("n, shared", [
+    (2, ""), (2, "--context_parallel=2"), (2, "--expert_parallel=2"), (4, "--context_parallel=2")])
+def test_vision_train_over_ranks(pictures, run_on_pictures, n, shared):
+    """The same run as in one process, up to rounding."""
+    out = pictures / f"out/over_{n}{shared}"
+    how = ["--steps=4", "--eval_every=2", "--grad_accum=2", f"--out_dir={out}"]
+    done = run_ranks(pictures, n, *PLAIN, *SEES, *how, *([shared] if shared else []))
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(metrics(run_on_pictures), metrics(out)):
+        assert a.keys() == b.keys()
+        for key in ("loss", "train_loss", "val_loss", "grad_norm"):
+            ours, one = b.get(key, 0), a.get(key, 0)
+            assert abs(one - ours) < 2e-4 * max(1, one), (key, a, b)
+    if n == 2 and shared != "--expert_parallel=2":
+        a, b = (checkpoint.load_checkpoint(folder)["model"] for folder in (run_on_pictures, out))
+        for name in a:
+            assert error(b[name].float(), a[name].float()) < 2e-3 or "max_logit" in name, name
+
+
+@slow
+@needs_run_on_pictures
+def test_vision_sample(at_home, run_on_pictures, capsys):
+    Image = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.zeros((6, 12, 3), np.uint8)).save("a.png")
+    how = [f"--out_dir={run_on_pictures}", "--max_new_tokens=3", "--device=cpu"]
+    sample_py.main([*how, "--image=a.png"])
+    prompt = f"--prompt=x{images.MARK}y{images.MARK}z"
+    sample_py.main([*how, "--image=a.png", "--image=a.png", prompt])
+    assert "xy" not in capsys.readouterr().out
+    for arguments, word in [
+            (["--image=none.png"], "no image none.png"),
+            (["--image=play.txt"], "play.txt is no image"),
+            (["--image=a.png", f"--prompt={images.MARK}{images.MARK}"], "2 times, for 1")]:
+        with pytest.raises(ValueError, match=word):
+            sample_py.main([*how, *arguments])
+
+
+def caption(text, *names):
+    return json.dumps(dict(text=text, images=names)) + "\n"
+
+
+def test_vision_captions(desk, capsys):
+    """Texts with images become tokens and pixels."""
+    Image = pytest.importorskip("PIL.Image")
+    rng, mark = np.random.default_rng(0), images.MARK
+    clear = rng.integers(0, 256, (7, 9, 4), dtype=np.uint8)
+    opaque = clear[:, :, :3]
+    Image.fromarray(clear).save("a.png")
+    Image.fromarray(opaque).save("b.webp", lossless=True)
+    lines = [caption(f"one {mark} and {mark}.", "a.png", "b.webp"), caption("text alone"),
+             caption(f"{mark}b", "b.webp")]
+    Path("c.jsonl").write_text("".join(lines), encoding="utf-8")
+    prepare.main(["c.jsonl", "--tokenizer=bytes", "--patch=3", "--val_fraction=0.3"])
+    assert "3 documents, 21 bytes of text; 3 images" in capsys.readouterr().out
+    folder = Path("data/c")
+    meta, enc = prepare.load_meta(folder)
+    begin, content, end, pad = tokenizer.media_ids(enc)
+    image = [begin, *b"image 9x7", content, *[pad] * 4, end]
+    expected = [*b"one ", *image, *b" and ", *image, *b".", 256, *b"text alone", 256]
+    assert prepare.open_tokens(folder, "train", meta).tolist() == expected
+    stored = images.Images(folder, "train", meta, enc)
+    patches, grids = stored.load([0, 1])
+    both = [vision.cut(vision.shrink(x, 3), 3)[0] for x in (clear, opaque)]
+    assert grids == [(4, 4)] * 2 and np.array_equal(patches, np.concatenate(both))
+    stored.close()
+    (folder / "train.pixels").write_bytes(b"")
+    with pytest.raises(ValueError, match="train.pixels has 0 bytes, expected 864"):
+        prepare.load_meta(folder)
+
+
+@pytest.mark.parametrize("line, words", [
+    (caption("none", "a.png"), "line 2: the text has .* 0 times, for 1 images"),
+    (caption(images.MARK * 2, "a.png"), "line 2: the text has .* 2 times, for 1 images"),
+    (caption(images.MARK, "c.png"), "line 2: there is no image .*c.png"),
+    (caption(images.MARK, "../a.png"), "line 2: image '../a.png' is outside"),
+    (caption(images.MARK, "/etc/hosts"), "line 2: image '/etc/hosts' is outside"),
+    ('{"text": 3, "images": []}', "line 2: expected"),
+    ("[1]", "line 2: expected")])
+def test_vision_bad_captions(line, words, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"an image")
+    (tmp_path / "bad.jsonl").write_text(caption("text alone") + line)
+    with pytest.raises(ValueError, match=words):
+        images.captions(tmp_path / "bad.jsonl")
+
+
+def test_vision_images_that_are_refused(tmp_path, monkeypatch):
+    Image = pytest.importorskip("PIL.Image")
+    (tmp_path / "no.png").write_text("no image")
+    with pytest.raises(ValueError, match="no.png is no image that Pillow can read"):
+        images.read_image(tmp_path / "no.png")
+    Image.fromarray(np.zeros((20, 20), np.uint8)).save(tmp_path / "a.png")
+    for limit in (300, 100):  # over the first Pillow warns, over the second it refuses
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(ValueError, match=f"larger than Pillow's limit of {limit} pixels"):
+            images.read_image(tmp_path / "a.png")
+
+
+def test_vision_reading(desk, monkeypatch):
+    """Lines to read: unseen in validation, drawn alike from the same seed, 16 pixels high."""
+    pytest.importorskip("PIL"), pytest.importorskip("matplotlib")
+    lines = reading.phrases("To be, or not to be, that is the question:\n\n  Whether\nWhether\n")
+    assert lines == ["To be, or not to be, that is the", "Whether"]
+    draw = lambda seed: reading.sample("digits", lines, random.Random(seed))
+    image, text = draw(1)
+    assert image.shape[0] == 16 and image.shape[2] == 3 and text.isdigit()
+    assert np.array_equal(draw(1)[0], image) and not np.array_equal(draw(2)[0], image)
+    width = lambda text: reading.draw(text, "DejaVuSans", random.Random(0)).shape[1]
+    assert width("a" * 20) > width("a") + 80 and reading.HELD_OUT not in reading.FACES
+    unseen = "Nobody said this before.\n"
+    monkeypatch.setattr(reading, "shakespeare", lambda: [PLAY * 30 + unseen])
+    monkeypatch.setattr(reading, "VALIDATION", 4)
+    reading.main(["--images=6"])
+    meta, enc = prepare.load_meta(Path("data/reading"))
+    assert meta["train_images"] == 6 and meta["val_images"] == 4 and meta["patch"] == 8
+    val = enc.decode(prepare.open_tokens(Path("data/reading"), "val", meta).tolist())
+    read = [part.split("<|endoftext|>")[0] for part in val.split("<|media_end|>")[1:]]
+    known = reading.phrases(PLAY * 2)
+    assert len(read) == 4 and not any(text in known for text in read)
+    assert [text.isdigit() for text in read] == [False, True] * 2
 
 
 # ---- parallel.py: the parts by themselves on 4 ranks, in one start of them all; then train.py
