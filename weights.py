@@ -1,5 +1,5 @@
 """
-Released weights in and out: K3.from_pretrained and K3.save_pretrained. A folder in K3's layout holds
+Released weights in and out: K3.from_pretrained and K3.save_pretrained. A folder like K3's holds
 
     config.json                     sizes, in a nested text_config (or bare) and a vision_config
     *.safetensors                   the tensors: one file, or many and model.safetensors.index.json
@@ -336,7 +336,7 @@ def inner(source, name):
 
 
 def read_sizes(source, names, usual=range(1 << 24)):
-    """{our name: value}, in range if it is a whole number; K3Config knows the range of the others."""
+    """{our name: value}. Whole numbers are in range; K3Config knows the range of the others."""
     given = {}
     for name, ours in names.items():
         value, limits = source.get(name), LIMITS.get(name, usual)
