@@ -90,7 +90,9 @@ class Count(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.waits[self.phase] += 1
             self.add(name, 1, args[0].element_size())
-            return {torch.bool: True, torch.int64: 1}.get(args[0].dtype, 1.0)
+            if args[0].dtype == torch.bool:      # as in a usual batch: no target is ignored
+                return self.rows[-2].name != "any"
+            return 1 if args[0].dtype == torch.int64 else 1.0
         out = func(*args, **kwargs)
         for x in tensors(out):
             self.hold(x)

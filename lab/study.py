@@ -303,7 +303,7 @@ class PlainGPT(nn.Module):
     def num_active_params(self):
         return sum(p.numel() for p in self.parameters()) - self.positions.weight.numel()
 
-    def forward(self, idx, targets):
+    def forward(self, idx, targets, images=None):
         """As K3.forward: idx, targets (B, T) int64 → logits (B, T, V), mean loss in nats."""
         B, T = idx.shape
         x = self.embed(idx) + self.positions.weight[:T]                           # (B, T, d)
