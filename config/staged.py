@@ -5,7 +5,7 @@ Context that grows in four stages, as K3's does from 8k over 64k and 256k to 1M 
     python data/prepare.py shakespeare && python train.py config/staged.py
 
 Most of the run sees short sequences, where MLA costs least; a model without positions needs no
-change when they grow. `python -m lab.bench long` reads models far beyond their training context.
+change when they grow. `python -m lab.study long` reads models far beyond their training context.
 """
 data = "shakespeare"
 
