@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 PY = .venv/bin/python
-PYTEST = $(PY) -m pytest -q -n 2 --dist loadgroup
+PYTEST = $(PY) -m pytest -q -n 2 --maxschedchunk 1
 
 quickstart: .venv/ready
 	$(PY) data/prepare.py shakespeare

@@ -30,6 +30,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import fcntl
 import gzip
 import hashlib
 import http.server
@@ -3391,15 +3392,27 @@ def same(a, b):
     return a == b
 
 
+def made_once(tmp_path_factory, name, make):
+    """
+    The folder `name`, filled by make(folder) in whichever of pytest's processes needs it first: a
+    run of train.py is not made twice. Tests that change it take a copy.
+    """
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the other process
+        if not (root / name).exists():
+            make(root / name)
+    return root / name
+
+
 @pytest.fixture(scope="module")
-def five_steps(house):
-    """A finished run of five updates and its folder, for tests that only need one: make a copy."""
-    done = run_train(house, "--steps=5", "--eval_every=2", "--out_dir=out/five")
-    assert done.returncode == 0, done.stderr
-    return house / "out/five"
-
-
-needs_five_steps = pytest.mark.xdist_group("five steps")  # on one worker: the run is made once
+def five_steps(house, tmp_path_factory):
+    """A finished run of five updates → its folder."""
+    def make(out):
+        done = run_train(house, "--steps=5", "--eval_every=2", f"--out_dir={out}")
+        assert done.returncode == 0, done.stderr
+    return made_once(tmp_path_factory, "five steps", make)
 
 
 @slow
@@ -3445,7 +3458,6 @@ def test_train_resume_is_bit_for_bit(house, tmp_path):
 
 
 @slow
-@needs_five_steps
 def test_train_checkpoints_are_kept_and_survive(house, five_steps):
     names = [p.name for p in checkpoint.checkpoints(five_steps)]
     assert names == ["ckpt_00000004.pt", "ckpt_00000005.pt"]
@@ -3503,7 +3515,6 @@ def test_train_copies_of_checkpoints_stay(tmp_path):
 
 
 @slow
-@needs_five_steps
 def test_train_resume_beside_copies_and_odd_lines(at_home, five_steps, capsys):
     out = shutil.copytree(five_steps, Path("out/copies"))
     for name in ("ckpt_best.pt", "ckpt_paper.pt"):
@@ -3521,7 +3532,6 @@ def test_train_resume_beside_copies_and_odd_lines(at_home, five_steps, capsys):
 
 
 @slow
-@needs_five_steps
 def test_train_checkpoints_that_cannot_be_used(at_home, five_steps, monkeypatch):
     """Each says in one line what it is. Nobody is told to delete what may be whole."""
     out = shutil.copytree(five_steps, Path("out/unusable"))
@@ -3596,7 +3606,6 @@ def test_train_one_run_per_folder(at_home):
 
 
 @slow
-@needs_five_steps
 def test_train_nothing_moves_before_the_first_step(at_home, five_steps, monkeypatch, capsys):
     out = shutil.copytree(five_steps, Path("out/early"))
     contents = lambda: {path.name: path.read_bytes() for path in out.iterdir()}
@@ -3730,7 +3739,6 @@ def into_a_sink(sink, *script):
 
 
 @slow
-@needs_five_steps
 @pytest.mark.parametrize("sink", ["pipe", "full disk"])
 def test_train_output_that_nobody_reads(house, five_steps, sink):
     """train.py goes on to its end. sample.py ends quietly when its reader has gone."""
@@ -4001,7 +4009,6 @@ def test_train_reading_tokens_keeps_memory_flat(tmp_path):
 
 
 @slow
-@needs_five_steps
 def test_sample(five_steps, tmp_path, monkeypatch, capsys):
     """The checkpoint is enough: no data, no training text. Text is streamed, a seed decides it."""
     for file in ROOT.glob("*.py"):
@@ -4009,9 +4016,9 @@ def test_sample(five_steps, tmp_path, monkeypatch, capsys):
     copy_data_programs(tmp_path)
     monkeypatch.chdir(tmp_path)
     source = [f"--out_dir={five_steps}", "--device=cpu"]
-    sample = lambda *arguments: run_python(tmp_path, "sample.py", *source, *arguments)
+    sample = lambda *arguments: run_ranks(tmp_path, 1, *source, *arguments, script="sample.py")
     how = "--prompt=HAM\\n😀", "--max_new_tokens=40", "--num_samples=2", "--seed=3"
-    a = sample(*how)
+    a = run_python(tmp_path, "sample.py", *source, *how)
     assert a.returncode == 0 and "tokens/s" in a.stderr, a.stderr
     assert a.stdout.startswith("HAM\n😀")
     first, second = a.stdout.split("\n" + "-" * 80 + "\n")
@@ -4049,7 +4056,6 @@ def test_sample_settings_as_people_write_them(tmp_path):
 
 
 @slow
-@needs_five_steps
 def test_sample_writes_utf_8(five_steps):
     """To a file or a pipe, whatever the terminal's encoding is."""
     command = ["sample.py", f"--out_dir={five_steps}", "--prompt=中文 €", "--max_new_tokens=2"]
@@ -4114,19 +4120,16 @@ def test_vision_windows_hold_images_whole(pictures):
 
 
 @pytest.fixture(scope="module")
-def run_on_pictures(pictures):
+def run_on_pictures(pictures, tmp_path_factory):
     """A finished run of four updates on images → its folder."""
-    how = "--steps=4", "--eval_every=2", "--grad_accum=2", "--out_dir=out/straight"
-    done = run_train(pictures, *SEES, *how)
-    assert done.returncode == 0, done.stderr
-    return pictures / "out/straight"
-
-
-needs_run_on_pictures = pytest.mark.xdist_group("pictures")  # on one worker: the run is made once
+    def make(out):
+        how = "--steps=4", "--eval_every=2", "--grad_accum=2", f"--out_dir={out}"
+        done = run_train(pictures, *SEES, *how)
+        assert done.returncode == 0, done.stderr
+    return made_once(tmp_path_factory, "run on pictures", make)
 
 
 @slow
-@needs_run_on_pictures
 def test_vision_train_resumes(pictures, run_on_pictures):
     cut = pictures / "out/cut"
     cut.mkdir()
@@ -4138,7 +4141,6 @@ def test_vision_train_resumes(pictures, run_on_pictures):
 
 
 @slow
-@needs_run_on_pictures
 @pytest.mark.parametrize("n, shared", [
     (2, ""), (2, "--context_parallel=2"), (2, "--expert_parallel=2"), (4, "--context_parallel=2")])
 def test_vision_train_over_ranks(pictures, run_on_pictures, n, shared):
@@ -4159,7 +4161,6 @@ def test_vision_train_over_ranks(pictures, run_on_pictures, n, shared):
 
 
 @slow
-@needs_run_on_pictures
 def test_vision_sample(at_home, run_on_pictures, capsys):
     Image = pytest.importorskip("PIL.Image")
     Image.fromarray(np.zeros((6, 12, 3), np.uint8)).save("a.png")
@@ -4404,31 +4405,29 @@ WIDE = ["--data=play", *PLAIN, "--batch_size=4", "--grad_accum=2", "--num_expert
 
 
 @pytest.fixture(scope="module")
-def two_ranks(house):
-    """A run on two ranks, started by torchrun as a user would → the process, ended."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    return run_python(house, *torchrun, "train.py", *WIDE, "--expert_parallel=2",
-                      "--out_dir=out/undisturbed", timeout=180)
-
-
-needs_two_ranks = pytest.mark.xdist_group("two ranks")  # on one worker: the run is made once
+def two_ranks(house, tmp_path_factory):
+    """A run on two ranks, started by torchrun as a user would → its folder."""
+    def make(out):
+        torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+        done = run_python(house, *torchrun, "train.py", *WIDE, "--expert_parallel=2",
+                          f"--out_dir={out}", timeout=180)
+        assert done.returncode == 0, done.stderr
+    return made_once(tmp_path_factory, "two ranks", make)
 
 
 @slow
-@needs_two_ranks
 def test_parallel_train(house, two_ranks):
     """
     The same run whatever N, M and C are, up to rounding. Its checkpoints are those of one process.
     At the same N, a resumed run is the same bit for bit.
     """
-    assert two_ranks.returncode == 0, two_ranks.stderr
-    shutil.copytree(house / "out/undisturbed", house / "out/two")
+    shutil.copytree(two_ranks, house / "out/two")
     four = "--expert_parallel=2", "--balance_ranks", "--context_parallel=2", "--out_dir=out/four"
     runs = {"one": run_ranks(house, 1, *WIDE, "--out_dir=out/one"),
-            "two": two_ranks,
             "four": run_ranks(house, 4, *WIDE, *four)}
-    for name, done in runs.items():
+    for done in runs.values():
         assert done.returncode == 0, done.stderr
+    for name in ("one", "two", "four"):
         ours, one = metrics(house / f"out/{name}"), metrics(house / "out/one")
         assert [f["step"] for f in ours] == [f["step"] for f in one] == [1, 2, 2, 3, 4, 4]
         compared = {"loss", "grad_norm", "val_loss", "train_loss", "max_violation"}
@@ -4487,7 +4486,6 @@ except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
 
 
 @slow
-@needs_two_ranks
 @pytest.mark.parametrize("fault", ["kill", "nan"])
 def test_parallel_a_rank_fails(house, two_ranks, fault):
     """
@@ -4507,7 +4505,7 @@ def test_parallel_a_rank_fails(house, two_ranks, fault):
         assert "Nothing was updated" in done.stderr
     assert [p.name for p in checkpoint.checkpoints(house / out)] == ["ckpt_00000002.pt"]
     assert run_ranks(house, 2, "--resume", f"--out_dir={out}").returncode == 0
-    for f, g in zip(metrics(house / out), metrics(house / "out/undisturbed")):
+    for f, g in zip(metrics(house / out), metrics(two_ranks)):
         assert f.get("loss") == g.get("loss") and f.get("val_loss") == g.get("val_loss")
 
 
@@ -5941,7 +5939,6 @@ def test_lab_profile(capsys):
 # ---- lab/look.py
 
 @slow
-@needs_five_steps
 def test_lab_look(at_home, five_steps, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     shutil.copytree(five_steps, "out/look")
@@ -5974,7 +5971,6 @@ def test_lab_look(at_home, five_steps, monkeypatch, capsys):
 
 
 @slow
-@needs_five_steps
 def test_lab_look_leaves_out_and_refuses(at_home, five_steps, capsys):
     bare = ["--steps=2", "--out_dir=out/bare", "--attn_res=none", "--mla_every=1",
             "--first_k_dense_replace=2"]
@@ -6021,7 +6017,6 @@ def seen(at_home, five_steps):
 
 
 @slow
-@needs_five_steps
 def test_lab_look_at_texts_as_they_come(seen):
     """--kinds: a byte-order mark is no text, two files may share a name. Bad ones: one line."""
     _, enc = checkpoint.load_model(seen, "cpu")
@@ -6040,7 +6035,6 @@ def test_lab_look_at_texts_as_they_come(seen):
 
 
 @slow
-@needs_five_steps
 def test_lab_look_at_lines_of_others(seen, capsys):
     """Lines without a loss, with one that is not finite, or with more than train.py writes."""
     log = seen / "metrics.jsonl"
@@ -6056,7 +6050,6 @@ def test_lab_look_at_lines_of_others(seen, capsys):
 
 
 @slow
-@needs_five_steps
 def test_lab_look_at_a_spoiled_checkpoint(seen):
     """One line that names the good one before it."""
     newest = seen / "ckpt_00000005.pt"
@@ -6270,7 +6263,6 @@ def test_lab_evaluate_generate(judged):
 
 
 @slow
-@needs_five_steps
 def test_lab_evaluate_program(seen, capsys, tmp_path):
     """A run and its export say the same. Options that are not used are refused."""
     Path("bom.txt").write_bytes(("\ufeff" + PLAY).encode())
