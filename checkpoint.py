@@ -19,16 +19,10 @@ from pathlib import Path
 
 import torch
 
-from cli import first_line, is_out_of_memory
+from cli import first_line, hold, is_out_of_memory
 from data import tokenizer
 from model import K3
 from sizes import K3Config
-
-try:
-    import fcntl
-except ImportError:      # Windows
-    import msvcrt
-    fcntl = None
 
 CONTENT = {"model", "optimizer", "step", "config", "settings", "tokenizer", "data"}
 
@@ -120,17 +114,10 @@ def move_aside(out_dir, held):
 def lock(out_dir):
     """Hold a folder for as long as the returned file is open: at most until this process ends."""
     file = open(Path(out_dir) / ".lock", "w")
-    try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    except (BlockingIOError, PermissionError):
+    if not hold(file):
         file.close()
         raise ValueError(f"another run is writing to {out_dir}; wait until it has ended, or give "
-                         "another --out_dir") from None
-    except OSError:      # a file system without locks
-        pass
+                         "another --out_dir")
     return file
 
 

@@ -6,6 +6,7 @@ What every program here does with its arguments, its text and its failures.
     describe      what --help says of settings: the comments beside them
     find_device   --device=auto
     read_text     a UTF-8 file, without a byte-order mark
+    hold          a lock that ends with the process
     run           main(arguments) as a program: UTF-8 out, an expected failure in one line
 """
 import ast
@@ -17,6 +18,12 @@ import os
 import re
 import sys
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:      # Windows
+    import msvcrt
+    fcntl = None
 
 
 def options(arguments, defaults):
@@ -153,6 +160,23 @@ def read_text(path):
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 text (byte {error.start}); if it is Latin-1, convert "
                          f"it: iconv -f latin1 -t utf-8 {path} > new.txt") from None
+
+
+def hold(file):
+    """
+    Lock an open file, or a folder's descriptor, until it is closed or the process ends → whether it
+    worked: not if another process holds it. A disk without locks lets everybody.
+    """
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def first_line(error):

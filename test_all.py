@@ -2416,7 +2416,7 @@ def test_data_gpt2_without_network(cached, tmp_path):
 
 
 def test_data_token_dtype():
-    names = [np.dtype(prepare.token_dtype(v)).name for v in (257, 65535, 65536, 65537, 163840)]
+    names = [tokenizer.token_dtype(v).name for v in (257, 65535, 65536, 65537, 163840)]
     assert names == ["uint16"] * 3 + ["uint32"] * 2
     assert np.array([65535], "<u2").tobytes() == b"\xff\xff"
 

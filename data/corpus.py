@@ -27,6 +27,8 @@ import zlib
 from collections import namedtuple
 from pathlib import Path
 
+from cli import first_line
+
 HERE = Path(__file__).resolve().parent
 BLOCK = 1 << 20                # of a file, read at once
 MOST_DOCUMENT = 64 << 20       # bytes of a line or a row: it is in memory as a whole
@@ -192,7 +194,7 @@ def parquet_texts(path, key):
                         number += 1
                         yield checked(text, key, f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
-        why = str(error).splitlines()[0][:100]
+        why = first_line(error)
         raise ValueError(f"{path}: {why}; the file is cut short or spoiled, fetch it "
                          "again") from None
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cli import read_text
+from cli import first_line, read_text
 from data import tokenizer
 from vision import cut, shrink
 
@@ -83,7 +83,7 @@ def read_image(path):
     except FileNotFoundError:
         raise ValueError(f"there is no image {path}") from None
     except Exception as error:                     # each format has errors of its own
-        why = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+        why = first_line(error) or type(error).__name__
         raise ValueError(f"{path} is no image that Pillow can read ({why})") from None
 
 
@@ -112,7 +112,7 @@ def encode(enc, document, patch, **limits):
 
 def write(files, split, documents, enc, patch, digest):
     """Documents → the files of a split, {name: path}, and what meta.json says of them."""
-    dtype = np.dtype("<u2" if enc.n_vocab <= 1 << 16 else "<u4")
+    dtype = tokenizer.token_dtype(enc.n_vocab)
     sizes = dict(documents=0, tokens=0, bytes=0, images=0, patches=0, pads=0)
     table = []
     token_path, pixel_path = files[f"{split}.bin"], files[f"{split}.pixels"]

@@ -51,16 +51,11 @@ from pathlib import Path
 
 import numpy as np
 
-try:
-    import fcntl
-except ImportError:
-    fcntl = None   # Windows
-
 HERE = Path(__file__).resolve().parent
 # As a script, Python would look for modules in data/ only
 sys.path.insert(0, str(HERE.parent))
 
-from cli import options, run  # noqa: E402
+from cli import hold, options, run  # noqa: E402
 from data import corpus, tokenizer  # noqa: E402
 from data.corpus import SHAKESPEARE, shakespeare, stdlib  # noqa: E402, F401
 
@@ -178,7 +173,7 @@ def describe(enc, paths, digest):
     kind = tokenizer.to_dict(enc)
     write_text(paths["tokenizer.tiktoken"], kind.pop("ranks"))
     return dict(tokenizer=kind, vocab_size=enc.n_vocab,
-                dtype=np.dtype(token_dtype(enc.n_vocab)).name, sha256=digest.hexdigest())
+                dtype=tokenizer.token_dtype(enc.n_vocab).name, sha256=digest.hexdigest())
 
 
 def write_tokens(path, texts, enc, digest, workers=1):
@@ -186,7 +181,7 @@ def write_tokens(path, texts, enc, digest, workers=1):
     Pieces of text, and None where a document ends and another follows → a file of ids. Returns
     (tokens, bytes of text). The text also goes into the digest.
     """
-    dtype, size = np.dtype(token_dtype(enc.n_vocab)), 0
+    dtype, size = tokenizer.token_dtype(enc.n_vocab), 0
     assert enc.n_vocab - 1 <= np.iinfo(dtype).max
     end = np.array([tokenizer.end_of_text(enc)])
 
@@ -238,10 +233,6 @@ def in_order(function, items, workers):
 
 def write_text(path, text):
     path.write_text(text, encoding="utf-8")
-
-
-def token_dtype(vocab_size):
-    return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 # ---- all sources as one text
@@ -402,18 +393,14 @@ def digits_left(text):
 def only_writer(folder):
     """Makes the folder, which is this process's until the end of the `with`, or of the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
+    if os.name == "nt":                                # which opens no folders
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not hold(handle):
             raise ValueError(f"another prepare.py is writing {folder}; wait for it, or give "
-                             "another --name") from None
-        except OSError:
-            pass                                       # some network disks have no locks
+                             "another --name")
         yield
     finally:
         os.close(handle)
@@ -443,11 +430,10 @@ def earlier_meta(folder):
 def load_meta(folder):
     """A prepared folder, checked → (meta, Encoding)."""
     folder = Path(folder)
-    source = folder.name
-    if source not in ("shakespeare", "stdlib", *corpus.CORPORA):
-        source = f"YOUR_TEXT --name={shlex.quote(folder.name)}"
-    again = f"run: python data/prepare.py {source}"
-    if source.endswith("--name=reading"):
+    again = f"run: python data/prepare.py YOUR_TEXT --name={shlex.quote(folder.name)}"
+    if folder.name in ("shakespeare", "stdlib", *corpus.CORPORA):
+        again = f"run: python data/prepare.py {folder.name}"
+    elif folder.name == "reading":
         again = "run: python data/reading.py"
     if not (folder / "meta.json").is_file():
         raise FileNotFoundError(f"{folder} is no prepared data set (it has no meta.json); {again}")
@@ -507,8 +493,12 @@ def open_tokens(folder, split, meta):
     Token ids as a memory map. Open it anew for every batch: pages touched through a map that stays
     open count as resident memory.
     """
-    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-    return np.memmap(Path(folder) / f"{split}.bin", dtype=dtype, mode="r")
+    return map_tokens(Path(folder) / f"{split}.bin", meta)
+
+
+def map_tokens(file, meta):
+    """A path or an open file → its token ids, a memory map."""
+    return np.memmap(file, np.dtype(meta["dtype"]).newbyteorder("<"), mode="r")
 
 
 # ---- the command

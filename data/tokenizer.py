@@ -34,6 +34,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from cli import first_line
+
 END = "<|endoftext|>"
 VOCAB_SIZE = 4096      # of a BPE, unless told otherwise; K3Config has the same
 MOST_TOKENS = 1 << 20
@@ -106,7 +108,7 @@ def build(name, pattern, ranks, special, size=0):
         return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
                                  special_tokens={**special, **reserved})
     except ValueError as error:
-        why = str(error).splitlines()[0][:100]
+        why = first_line(error)
         raise ValueError(f"tokenizer {name}: its pattern is {pattern[:80]!r} ({why}); the file is "
                          "spoiled") from None
 
@@ -387,6 +389,11 @@ def media_ids(enc):
     """The ids of MEDIA, or None if the tokenizer has no words for images."""
     ids = [enc._special_tokens.get(name) for name in MEDIA]
     return None if None in ids else ids
+
+
+def token_dtype(vocab_size):
+    """Of the ids in a data set's files."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def encode(enc, text):
