@@ -1,9 +1,10 @@
 """
 MXFP4, in which the released experts are kept: numbers of 4 bits, ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}, and
-one power of two per 32 inputs of a row (OCP Microscaling Formats 1.0). Here is the rounding; the
-bytes are in weights.py. With qat="mxfp4" every forward sees the routed experts as MXFP4 would keep
-them, and trains for that.
+one power of two per 32 inputs of a row (OCP Microscaling Formats 1.0). With qat="mxfp4" every
+forward sees the routed experts as MXFP4 would keep them, and trains for that.
 """
+import functools
+
 import torch
 
 
@@ -35,3 +36,58 @@ class _MXFP4(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return dy
+
+
+# ------------------------------------------------------------------------------------------------
+# The bytes of released files
+
+GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+# What a byte holds, its low nibble first: (256, 2)
+PAIRS = torch.stack([GRID.repeat(16), GRID.repeat_interleave(16)], dim=1)
+CODES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)   # of 2|x|
+
+
+@functools.cache
+def mxfp4_words(dtype):
+    """
+    Every byte with every scale, its two numbers as one word: (65536), at 256 · scale + byte.
+    Exact in fp32 and in bf16.
+    """
+    scales = torch.exp2(torch.arange(256.0) - 127)                             # (256)
+    numbers = PAIRS * scales.view(256, 1, 1)                                   # (256, 256, 2)
+    word = {torch.float32: torch.int64, torch.bfloat16: torch.int32}[dtype]
+    return numbers.to(dtype).view(word).flatten()
+
+
+def mxfp4_decode(packed, scale, dtype=torch.float32, out=None):
+    """
+    packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, exact: each number
+    · 2^(scale − 127). Into out, if given: a contiguous tensor of that shape and dtype.
+    """
+    bytes_alone = packed.dtype == scale.dtype == torch.uint8
+    if not bytes_alone or packed.shape != (*scale.shape[:-1], 16 * scale.shape[-1]):
+        raise ValueError(f"MXFP4: expected uint8 (…, in/2) and (…, in/32), got {packed.dtype} "
+                         f"{tuple(packed.shape)} and {scale.dtype} {tuple(scale.shape)}")
+    if (scale == 255).any():
+        raise ValueError("MXFP4: a scale is 255, which stands for no number; the file is spoiled")
+    words = mxfp4_words(dtype)
+    if out is None:
+        out = packed.new_empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=dtype)
+    blocks = packed.int().unflatten(-1, (-1, 16))                              # (out, in/32, 16)
+    at = blocks.add_(scale.int().unsqueeze(-1) << 8)
+    # Straight into out: half of the time is memory
+    torch.index_select(words, 0, at.flatten(), out=out.view(-1).view(words.dtype))
+    return out
+
+
+def mxfp4_encode(w):
+    """w (out, in), in a multiple of 32 → packed, scale: the nearest that mxfp4_decode can give."""
+    if w.shape[-1] % 32:
+        raise ValueError(f"MXFP4: expected rows of a multiple of 32, got {tuple(w.shape)}")
+    x, e = mxfp4_parts(w)                          # (out, in/32, 32), (out, in/32, 1)
+    if not (x.abs() <= 6).all():
+        raise ValueError("MXFP4: expected finite weights of at most 6 · 2^125; the model is "
+                         "spoiled")
+    sign = x.signbit().to(torch.uint8) << 3
+    code = (CODES[(2 * x.abs()).long()] | sign).flatten(-2)                    # (out, in)
+    return code[..., 0::2] | code[..., 1::2] << 4, (e.squeeze(-1) + 127).to(torch.uint8)

@@ -20,7 +20,6 @@ headers before any memory is spent on weights. Then tensors stream in, a few MB 
 Below: the tables of names, then config.json in, files in, weights in, all of it out, the command.
 """
 import contextlib
-import functools
 import json
 import math
 import os
@@ -36,7 +35,7 @@ import torch
 
 from cli import options, run
 from data import tokenizer
-from mxfp4 import mxfp4_parts
+from mxfp4 import mxfp4_decode, mxfp4_encode
 
 # --------------------------------------------------------------------------------------------------
 # The tables
@@ -470,8 +469,7 @@ def parse_json(data, where):
 
 def read_json(path, most=16 << 20):
     if not path.is_file():
-        raise FileNotFoundError(f"no {path.name} in {path.parent}; expected a folder as K3 is "
-                                "released: config.json and *.safetensors")
+        raise FileNotFoundError(f"no {path.name} in {path.parent}; {RELEASED}")
     if path.stat().st_size > most:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, expected at most {most}; it is "
                          "not what its name says")
@@ -535,12 +533,10 @@ def read_index(folder):
     if not index.is_file():
         return {}
     where = read_json(index, 256 << 20).get("weight_map")
-    if not isinstance(where, dict) or not where:
+    good = isinstance(where, dict) and where and all(map(is_name, where))
+    if not good or not all(isinstance(file, str) for file in where.values()):
         raise ValueError(f"{index}: expected a weight_map from tensors to files; fetch it again")
     for name, file in where.items():
-        if not isinstance(file, str) or not is_name(name):
-            raise ValueError(f"{index}: expected a weight_map from tensors to files; fetch it "
-                             "again")
         bare = Path(file).name == file and "\\" not in file and is_name(file)
         if not bare or not file.endswith(".safetensors"):
             raise ValueError(f"{index}: {name} is in {file[:80]!r}, expected a .safetensors file "
@@ -689,61 +685,6 @@ def open_file(path):
         return safetensors().safe_open(path, "pt")
     except safetensors().SafetensorError as error:
         raise ValueError(f"{path}: {error}; {AGAIN}") from None
-
-
-# --------------------------------------------------------------------------------------------------
-# MXFP4 in bytes (the rounding is in moe.py)
-
-GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-# What a byte holds, its low nibble first: (256, 2)
-PAIRS = torch.stack([GRID.repeat(16), GRID.repeat_interleave(16)], dim=1)
-CODES = torch.tensor([0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 0, 0, 7], dtype=torch.uint8)   # of 2|x|
-
-
-@functools.cache
-def mxfp4_words(dtype):
-    """
-    Every byte with every scale, its two numbers as one word: (65536), at 256 · scale + byte.
-    Exact in fp32 and in bf16.
-    """
-    scales = torch.exp2(torch.arange(256.0) - 127)                             # (256)
-    numbers = PAIRS * scales.view(256, 1, 1)                                   # (256, 256, 2)
-    word = {torch.float32: torch.int64, torch.bfloat16: torch.int32}[dtype]
-    return numbers.to(dtype).view(word).flatten()
-
-
-def mxfp4_decode(packed, scale, dtype=torch.float32, out=None):
-    """
-    packed uint8 (out, in/2), scale uint8 (out, in/32) → (out, in), fp32 or bf16, exact: each number
-    · 2^(scale − 127). Into out, if given: a contiguous tensor of that shape and dtype.
-    """
-    bytes_alone = packed.dtype == scale.dtype == torch.uint8
-    if not bytes_alone or packed.shape != (*scale.shape[:-1], 16 * scale.shape[-1]):
-        raise ValueError(f"MXFP4: expected uint8 (…, in/2) and (…, in/32), got {packed.dtype} "
-                         f"{tuple(packed.shape)} and {scale.dtype} {tuple(scale.shape)}")
-    if (scale == 255).any():
-        raise ValueError("MXFP4: a scale is 255, which stands for no number; the file is spoiled")
-    words = mxfp4_words(dtype)
-    if out is None:
-        out = packed.new_empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=dtype)
-    blocks = packed.int().unflatten(-1, (-1, 16))                              # (out, in/32, 16)
-    at = blocks.add_(scale.int().unsqueeze(-1) << 8)
-    # Straight into out: half of the time is memory
-    torch.index_select(words, 0, at.flatten(), out=out.view(-1).view(words.dtype))
-    return out
-
-
-def mxfp4_encode(w):
-    """w (out, in), in a multiple of 32 → packed, scale: the nearest that mxfp4_decode can give."""
-    if w.shape[-1] % 32:
-        raise ValueError(f"MXFP4: expected rows of a multiple of 32, got {tuple(w.shape)}")
-    x, e = mxfp4_parts(w)                          # (out, in/32, 32), (out, in/32, 1)
-    if not (x.abs() <= 6).all():
-        raise ValueError("MXFP4: expected finite weights of at most 6 · 2^125; the model is "
-                         "spoiled")
-    sign = x.signbit().to(torch.uint8) << 3
-    code = (CODES[(2 * x.abs()).long()] | sign).flatten(-2)                    # (out, in)
-    return code[..., 0::2] | code[..., 1::2] << 4, (e.squeeze(-1) + 127).to(torch.uint8)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1193,7 +1134,7 @@ def main(arguments, load_model):
 
 
 if __name__ == "__main__":
-    # The command alone stands above sample.py
-    from sample import load_model
+    # The command alone stands above checkpoint.py
+    from checkpoint import load_model
 
     run(lambda arguments: main(arguments, load_model), __doc__)
