@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import load_weights
-from moe import LatentMoE
 
 
 class Ranks:
@@ -331,7 +330,6 @@ class Ranks:
 
 def counted(model):
     """What a model counts between updates: tokens by expert; the largest logits by head."""
-    counts = [x for layer in model.layers if isinstance(layer.mlp, LatentMoE)
-              for x in (layer.mlp.histogram.counts, layer.mlp.load)]
+    counts = [x for moe in model.moes().values() for x in (moe.histogram.counts, moe.load)]
     logits = [layer.attn.max_logit for layer in model.layers if hasattr(layer.attn, "max_logit")]
     return counts, logits

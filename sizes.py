@@ -2,6 +2,7 @@
 The sizes of a model, and the rules between them. Every field can be set in a config file or on the
 command line of train.py; its comment is its help.
 """
+import math
 from dataclasses import dataclass, fields
 
 import weights
@@ -106,7 +107,8 @@ class K3Config:
                 rule(type(value) is int and value >= least, name,
                      f"must be a whole number, at least {least}")
             elif kind is float and not (value is None and name.startswith("situ")):
-                (low, high), no_limit = ranges[name], ", or None for no limit"
+                low, high = ranges.get(name, (-math.inf, math.inf))
+                no_limit = ", or None for no limit"
                 rule(is_number and low <= value < high, name, f"must be a number in [{low}, {high})"
                      + no_limit * name.startswith("situ"))
 

@@ -418,7 +418,8 @@ class Batches:
         micros = [*self.ranks.micro_batches(self.settings.grad_accum)]
         i = micros.index(micro) + 1
         following = (step, micros[i]) if i < len(micros) else (step + 1, micros[0])
-        self.next = {following: self.thread.submit(self.make, *following)}
+        if following[0] < self.settings.steps:
+            self.next = {following: self.thread.submit(self.make, *following)}
         return batch
 
     def make(self, step, micro):
@@ -487,8 +488,7 @@ class Data:
         Token ids (n), a map of the file. Make it anew for each step: pages touched through a map
         that stays count as resident memory.
         """
-        dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
-        return np.memmap(self.files[split], dtype, mode="r")
+        return prepare.map_tokens(self.files[split], self.meta)
 
     def look(self):
         """Size and time of the token files, which change when prepare.py writes them anew."""
