@@ -25,6 +25,7 @@ quickstart's) and settings: python -m lab.bench profile config/gpu_small.py --ba
     gpu        these, and --grad_accum
     profile    these, and --grad_accum, --optimizer, --device, --dtype
 
+How well a model reads after config/reading.py: python -m lab.bench reading (lab/reading.py).
 What each idea of K3 brings, in minutes to hours: python -m lab.study.
 """
 import contextlib
@@ -45,6 +46,7 @@ import moe
 import muon
 import train
 from attnres import Mix
+from lab import reading
 from lab.study import STUDIES, PlainGPT, by_processor, in_turn, now
 from mla import GatedMLA
 from model import K3, K3Config
@@ -616,8 +618,6 @@ def bench_gpu(*arguments):
 BENCHES = dict(kda=bench_kda, kernels=bench_kernels, moe=bench_moe, step=bench_step,
                decode=bench_decode, balance=bench_balance, profile=bench_profile, gpu=bench_gpu,
                dist=bench_dist)
-
-
 WITH_SETTINGS = ("step", "gpu", "profile")
 
 
@@ -625,6 +625,8 @@ def main(arguments):
     name, *rest = arguments or [""]
     if name in STUDIES:                                    # as in lab.study
         return STUDIES[name](rest)
+    if name == "reading":                                  # as in lab.reading, after a run of it
+        return reading.main(rest or ["read"])
     names, settings = arguments or list(BENCHES), []
     if name in WITH_SETTINGS and rest and rest[0] not in BENCHES:
         names, settings = [name], rest
@@ -632,7 +634,8 @@ def main(arguments):
         if unknown.startswith("-"):
             raise ValueError(f"{unknown}: only {', '.join(WITH_SETTINGS)} take settings, "
                              "one bench at a time")
-        raise ValueError(f"no bench {unknown}; there are: {', '.join([*BENCHES, *STUDIES])}")
+        there = ", ".join([*BENCHES, "reading", *STUDIES])
+        raise ValueError(f"no bench {unknown}; there are: {there}")
     train.keep_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name in names:
