@@ -1,4 +1,4 @@
-# make quickstart: environment, data, about three minutes of training on a laptop CPU, and text
+# make quickstart: environment, data, three to seven minutes of training on two CPU cores, and text
 # make check:      after changing a line, in under a minute: lint, and every part against its slow definition
 # make test:       all tests, on two cores; runs of train.py too, in one process and in several
 # make lint:       ruff, with the settings in pyproject.toml
