@@ -2644,6 +2644,7 @@ def test_data_what_a_folder_holds(desk, capsys):
 
 @pytest.mark.parametrize("change", [
     lambda path: path.write_text("b" * 99),
+    lambda path: (time.sleep(0.02), path.write_text("b" * 100)),  # a clock may tick so slowly
     lambda path: path.write_bytes(b"\xe9" * 100),
     lambda path: path.unlink()])
 def test_data_file_that_changes_meanwhile(desk, change):
@@ -2990,7 +2991,7 @@ def test_data_bpe_learns_from_a_spread_sample(monkeypatch):
         numbers = [int(word) for word in sample.split() if word.isdigit()]
         thirds = [sum(a <= n < a + 300 for n in numbers) for a in (0, 300, 600)]
         assert max(numbers) < 900 and min(thirds) > max(thirds) * 0.6
-    everything = "".join(source for source, _ in text.sources)[:cut]
+    everything = "".join(source for source, *_ in text.sources)[:cut]
     assert "".join(prepare.training_sample(text, cut, text.bytes)) == everything
 
 
@@ -3041,6 +3042,19 @@ def test_data_bad_columns(tmp_path):
             ("nulls.parquet", "body", "no column 'body', only text")]:
         with pytest.raises(ValueError, match=words):
             prepare.survey([(tmp_path / name, True)], text_key=key)
+
+
+def test_data_documents_that_are_too_long(tmp_path, monkeypatch):
+    """Of a line or a row, which is in memory as a whole: where it stands, and a way out."""
+    monkeypatch.setattr(corpus, "MOST_DOCUMENT", 1000)
+    texts = ["a" * 900] * 70 + ["b" * 999, "c" * 1001, "d"]
+    for kind in KINDS:
+        path = write_corpus(tmp_path / kind, texts)
+        place = f"{kind}, {'row' if kind == 'x.parquet' else 'line'} 7[12]: a document of more than"
+        with pytest.raises(ValueError, match=place + ".* split it, or give it as a file"):
+            prepare.survey([(path, True)])
+        fine = write_corpus(tmp_path / kind, texts[:70])
+        assert prepare.survey([(fine, True)]).characters == 70 * 900
 
 
 @pytest.mark.parametrize("package, source", [
@@ -3454,7 +3468,8 @@ def test_train_resume_is_bit_for_bit(house, tmp_path):
             (61, ["--tokenizer=bytes"])]:
         (house / "play.txt").write_text(PLAY * times)
         assert run_prepare(house, "play.txt", *how).returncode == 0
-        refused(resume(), "data = 'play'", "another text, tokenizer or split")
+        refused(resume(), "data = 'play'", "another text, tokenizer or split",
+                "python weights.py out/b FOLDER, then --init_from=FOLDER")
 
 
 @slow
@@ -4006,6 +4021,40 @@ def test_train_reading_tokens_keeps_memory_flat(tmp_path):
         tokens = prepare.open_tokens(tmp_path, "train", dict(dtype="uint16"))
         train.get_batch(tokens, 32, 64, (0, i))
     assert resident() - before < 40 << 20
+
+
+def test_train_more_than_2_to_31_tokens(tmp_path, monkeypatch):
+    """A sparse file: windows are drawn from all of it, and what they hold stands where they say."""
+    monkeypatch.setattr(prepare, "HERE", tmp_path)
+    n, far = 2 ** 32 + 1000, {}  # ids of two bytes: positions in bytes need 34 bits
+    meta = prepare.prepare([PLAY * 9], "far", "bytes")
+    settings = train.Settings(data="far", batch_size=8, context=16, eval_batches=1, steps=3)
+    starts = [train.random_starts(range(n), 8, 16, (1, step, 0)) for step in range(3)]
+    ids = np.random.default_rng(1).integers(0, 256, (25, 17)).astype("<u2")
+    places = [*np.concatenate(starts), n - 17]
+    with open(tmp_path / "far/train.bin", "r+b") as file:
+        file.truncate(2 * n)
+        for place, row in zip(places, ids):
+            file.seek(2 * int(place))
+            file.write(row.tobytes())
+    (tmp_path / "far/meta.json").write_text(json.dumps(meta | dict(train_tokens=n)))
+    data = train.Data("far")
+    batches = train.Batches(settings, data, parallel.Ranks())
+    assert sum(start > 2 ** 31 for start in places) > 8 and min(places) < 2 ** 31
+    for step in range(3):
+        x, y, _, _ = batches.get(step, 0)
+        expected = torch.from_numpy(ids[8 * step:8 * step + 8].astype("i8"))
+        assert torch.equal(x, expected[:, :-1]) and torch.equal(y, expected[:, 1:])
+
+    class Seen(torch.nn.Module):
+        def forward(self, x, y, images=None):
+            far["x"] = x
+            return None, torch.tensor(1.0)
+    assert train.evaluate(Seen(), data.tokens("train"), settings, "cpu",
+                          contextlib.nullcontext()) == 1
+    assert far["x"][-1].tolist() == ids[-1][:-1].tolist()
+    batches.close()
+    data.close()
 
 
 @slow

@@ -459,8 +459,9 @@ class Data:
         if saved and (saved["data"] != self.identity
                       or saved["tokenizer"] != tokenizer.to_dict(self.enc)):
             raise ValueError(f"data = {settings.data!r} is not what {settings.out_dir} was trained "
-                             "on (another text, tokenizer or split); prepare that again, or start "
-                             "a new run")
+                             "on (another text, tokenizer or split); prepare that again. To train "
+                             f"its weights on new data: python weights.py {settings.out_dir} "
+                             "FOLDER, then --init_from=FOLDER (docs/weights.md)")
         longest = max([settings.context, *(length for _, length in settings.context_stages)])
         for split in ("train", "val"):
             count = self.meta[f"{split}_tokens"]

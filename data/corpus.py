@@ -64,6 +64,13 @@ def has_key(path):
     return path.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"))
 
 
+def stamp(source):
+    """What a file shows when it is written anew: size and time. None of one that is gone."""
+    if isinstance(source, str) or not os.path.exists(source):
+        return None
+    return os.stat(source).st_size, os.stat(source).st_mtime_ns
+
+
 def plain_blocks(path):
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
@@ -98,27 +105,32 @@ def json_texts(path, key):
     for number, line in enumerate(lines(path), 1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
         if len(line) > MOST_DOCUMENT:
-            raise ValueError(f"{where}: a document of more than {MOST_DOCUMENT >> 20} MB; split it")
+            raise ValueError(too_long(path, "line", number))
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is no JSON ({str(error)[:80]}); mend it, or leave it "
-                             "out") from None
-        yield checked(entry.get(key) if isinstance(entry, dict) else None, key, where)
+            raise ValueError(f"{path}, line {number} is no JSON ({str(error)[:80]}); mend it, or "
+                             "leave it out") from None
+        text = entry.get(key) if isinstance(entry, dict) else None
+        yield checked(text, key, path, "line", number)
 
 
-def checked(text, key, where):
+def checked(text, key, path, kind, number):
     if not isinstance(text, str):
-        raise ValueError(f"{where}: no text in its field {key!r}; --text_key=NAME names another "
-                         "one")
+        raise ValueError(f"{path}, {kind} {number}: no text in its field {key!r}; --text_key=NAME "
+                         "names another one")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{where}: half a surrogate pair in {key!r}, which is no text; remove "
-                         "it") from None
+        raise ValueError(f"{path}, {kind} {number}: half a surrogate pair in {key!r}, which is no "
+                         "text; remove it") from None
     return text
+
+
+def too_long(path, kind, number):
+    return (f"{path}, {kind} {number}: a document of more than {MOST_DOCUMENT >> 20} MB; split it, "
+            "or give it as a file of its own")
 
 
 def lines(path):
@@ -190,13 +202,23 @@ def parquet_texts(path, key):
                 size = file.metadata.row_group(group)
                 rows = max(1, min(4096, size.num_rows * (4 << 20) // max(size.total_byte_size, 1)))
                 for batch in file.iter_batches(rows, [group], [key], use_threads=False):
-                    for text in batch.column(0).to_pylist():
-                        number += 1
-                        yield checked(text, key, f"{path}, row {number}")
+                    for part in parts_of(batch.column(0)):
+                        if part.nbytes > MOST_DOCUMENT:
+                            raise ValueError(too_long(path, "row", number + 1))
+                        for text in part.to_pylist():
+                            number += 1
+                            yield checked(text, key, path, "row", number)
     except (pyarrow.ArrowException, OSError) as error:
         why = first_line(error)
         raise ValueError(f"{path}: {why}; the file is cut short or spoiled, fetch it "
                          "again") from None
+
+
+def parts_of(column):
+    """A column in parts: if it is large, row by row, as one may be too long to become a str."""
+    if column.nbytes <= MOST_DOCUMENT:
+        return [column]
+    return [column.slice(i, 1) for i in range(len(column))]
 
 
 def row_blocks(texts, starts):

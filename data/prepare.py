@@ -237,8 +237,8 @@ def write_text(path, text):
 
 # ---- all sources as one text
 
-# What the first reading finds, and how it read. sources: [(source, its characters)]; left: where to
-# stop, {"bytes": …, "documents": …}
+# What the first reading finds, and how it read. sources: [(source, its characters, corpus.stamp of
+# it)]; left: where to stop, {"bytes": …, "documents": …}
 Survey = collections.namedtuple("Survey", "sources characters bytes documents left text_key starts")
 NO_LIMIT = {"bytes": sys.maxsize, "documents": sys.maxsize}
 
@@ -251,7 +251,7 @@ def survey(sources, skipped=None, left=NO_LIMIT, text_key="text", starts=None):
     found, now, skipped = [], dict(left), {} if skipped is None else skipped
     with Progress("reading") as progress:
         for source, must in sources:
-            characters, after = 0, dict(now)
+            characters, after, stamp = 0, dict(now), corpus.stamp(source)
             try:
                 for block, _ in corpus.limited(corpus.blocks(source, text_key, starts), after):
                     characters += len(block)
@@ -263,10 +263,10 @@ def survey(sources, skipped=None, left=NO_LIMIT, text_key="text", starts=None):
                 continue
             now = after
             if characters:
-                found.append((source, characters))
+                found.append((source, characters, stamp))
             if min(now.values()) <= 0:
                 break
-    total = sum(characters for _, characters in found)
+    total = sum(characters for _, characters, _ in found)
     if not total:
         also = corpus.told(skipped)
         raise ValueError("there is no text in it; " + (also or "give files that have some"))
@@ -306,7 +306,7 @@ def pieces(text, cut, doing=""):
 def blocks(text):
     """A Survey's blocks, as corpus.blocks gives them. Errors: ValueError if one has changed."""
     left = dict(text.left)
-    for source, characters in text.sources:
+    for source, characters, stamp in text.sources:
         again = 0
         try:
             read = corpus.blocks(source, text.text_key, text.starts)
@@ -315,7 +315,7 @@ def blocks(text):
                 yield block, ends
         except corpus.NotText:
             again = -1
-        if again != characters:
+        if again != characters or corpus.stamp(source) != stamp:
             raise ValueError(f"{source} changed while it was read; try again")
 
 
@@ -540,7 +540,7 @@ def main(arguments):
     cut = 0
     if named and named.validation and "val_fraction" not in asked:
         if len(text.sources) == len(named.files):  # no limit came before it
-            cut = sum(size for _, size in text.sources[:-named.validation])
+            cut = sum(size for _, size, _ in text.sources[:-named.validation])
     meta = prepare(text, name, given["tokenizer"], given["vocab_size"], given["val_fraction"], cut,
                    size_of("bpe_bytes", given["bpe_bytes"]), given["workers"] or cores())
     told(meta, corpus.told(skipped) if known != "stdlib" else "")
@@ -615,7 +615,7 @@ def check_options(given, asked, sources):
 
 def check_text_key(asked, text):
     if asked and not any(isinstance(source, Path) and corpus.has_key(source)
-                         for source, _ in text.sources):
+                         for source, *_ in text.sources):
         raise ValueError("--text_key is for .jsonl, .jsonl.gz, .jsonl.zst and .parquet files, and "
                          "there are none")
 
