@@ -159,13 +159,23 @@ def share_out(params, ranks):
 @torch.no_grad()
 def hand_round(shares, group):
     """
-    Every rank's own parameters to all ranks of the group, in place, one message from each. (One
-    all-gather would pad each share to the largest, which holds the embedding.)
+    Every rank's own parameters to all ranks of the group, in place: a large one as it is, the small
+    ones of a rank in one message. (One all-gather would pad each share to the largest, which holds
+    the embedding.) → functions to call before the parameters are used: each waits for a message.
     """
-    for rank, share in enumerate(shares):
-        if share:
-            values = torch.cat([p.flatten() for p in share])  # mixed dtypes: in the widest
-            dist.broadcast(values, group=group, group_src=rank)
-            if rank != group.rank():
-                for p, value in zip(share, values.split([p.numel() for p in share])):
+    def send(x, rank, parts=()):
+        work = dist.broadcast(x, group=group, group_src=rank, async_op=True)
+
+        def arrived():
+            work.wait()
+            if parts and rank != group.rank():
+                for p, value in zip(parts, x.split([p.numel() for p in parts])):
                     p.copy_(value.view(p.shape))
+        return arrived
+    sent = []
+    for rank, share in enumerate(shares):
+        small = [p.detach() for p in share if p.numel() < 2 ** 16]
+        sent += [send(p.detach(), rank) for p in share if p.numel() >= 2 ** 16]
+        if small:  # mixed dtypes: in the widest
+            sent += [send(torch.cat([p.flatten() for p in small]), rank, small)]
+    return sent

@@ -26,7 +26,7 @@ from attnres import Mix, Stream
 from cli import run
 from kda import KDA
 from mla import GatedMLA, largest_logit  # noqa: F401 (importable from here, too)
-from moe import LatentMoE, SiTUGLU, load_figures
+from moe import LatentMoE, SiTUGLU, load_figures, update_router_biases
 from ops import RMSNorm, fp32
 from sizes import K3Config
 from vision import VisionTower, features_here, wrong_count
@@ -251,11 +251,12 @@ class K3(nn.Module):
         Quantile Balancing, once per optimizer step → a dict per MoE layer: layer, from 0; load (E):
         tokens per expert; max_violation: max load / mean load − 1; dead: experts without a token.
         """
-        figures = []
-        for i, moe in self.moes().items():
-            load = moe.update_router_bias()
-            violation, dead = load_figures(load)
-            figures.append(dict(layer=i, load=load, max_violation=violation, dead=dead))
+        moes, figures = self.moes(), []
+        if moes:
+            loads = update_router_biases([*moes.values()]).cpu()  # the one transfer from a GPU
+            for i, load in zip(moes, loads):
+                violation, dead = load_figures(load)
+                figures.append(dict(layer=i, load=load, max_violation=violation, dead=dead))
         return figures
 
     def configure_optimizers(self, lr, weight_decay=0.1, ranks=None, replicas=None,
@@ -337,11 +338,14 @@ class K3(nn.Module):
 
     def qk_clip(self):
         """Scale down the MLA heads whose logits passed 100 in this step, and count anew."""
-        for layer in self.layers:
-            a = layer.attn
-            if isinstance(a, GatedMLA):
-                muon.qk_clip(a.q_b_proj.weight, a.kv_b_proj.weight, a.max_logit, a.nope, a.rope)
-                a.max_logit.fill_(-torch.inf)
+        mlas = [layer.attn for layer in self.layers if isinstance(layer.attn, GatedMLA)]
+        if not mlas:
+            return
+        logits = torch.stack([a.max_logit for a in mlas])
+        q_b, kv_b = zip(*((a.q_b_proj.weight, a.kv_b_proj.weight) for a in mlas))
+        muon.qk_clip(q_b, kv_b, logits, mlas[0].nope, mlas[0].rope)
+        for a in mlas:
+            a.max_logit.fill_(-torch.inf)
 
     # ---- released weights
 

@@ -165,31 +165,60 @@ class QuantileHistogram(nn.Module):
         self.register_buffer("counts", torch.zeros(n_expert, bins, dtype=torch.int32))
 
     @torch.no_grad()
-    def observe(self, scores, cutoff, bias):
-        """scores (m, E), cutoff (m), bias (E): one count more per token and expert."""
+    def observe(self, scores, cutoff, bias, counted=None):
+        """
+        scores (m, E), cutoff (m), bias (E): one count more per token and expert. counted (m) bool:
+        only these tokens.
+        """
         E, bins = self.counts.shape
         low, high = bias.min() - 1, bias.max() + 1
         position = (cutoff.unsqueeze(-1) - scores - low) * (bins / (high - low))  # (m, E)
         index = position.long().clamp_(0, bins - 1).T  # (E, m)
-        self.counts.scatter_add_(1, index, torch.ones_like(index, dtype=torch.int32))
+        self.counts.scatter_add_(1, index, ones(index, counted, torch.int32))
 
-    @torch.no_grad()
     def quantile_bias(self, bias, k):
         """bias (E) → the new bias (E), to within a bin. Without counts the bias stays."""
-        E, bins = self.counts.shape
-        m = self.counts[0].sum().item()
-        if m == 0:
-            return bias.clone()
-        if k == E:
-            return bias - bias.mean()
-        q = m * k / E
-        total = self.counts.cumsum(1)  # (E, bins) int64
-        reached = (total < math.ceil(q)).sum(1, keepdim=True)  # (E, 1): the bin that reaches it
-        inside = self.counts.gather(1, reached)
-        before = total.gather(1, reached) - inside
-        low, high = bias.min() - 1, bias.max() + 1
-        new = low + (high - low) / bins * (reached + (q - before) / inside).squeeze(1)
-        return new - new.mean()
+        return bias_of_counts(self.counts, bias, k)
+
+
+def ones(like, counted, dtype):
+    """like (…, m), counted (m) bool: where not to write zeros instead; None: nowhere."""
+    row = like.new_ones((), dtype=dtype) if counted is None else counted.to(dtype)
+    return row.expand(like.shape)
+
+
+@torch.no_grad()
+def bias_of_counts(counts, bias, k):
+    """counts (…, E, bins) of a QuantileHistogram, bias (…, E) → the new bias (…, E)."""
+    E, bins = counts.shape[-2:]
+    total = counts.cumsum(-1, dtype=torch.int32)
+    m = total[..., -1:].long()  # (…, E, 1), the same for every expert
+    if k == E:
+        new = bias
+    else:
+        # (…, E, 1): the bin that reaches ceil(q), q = m k / E
+        reached = (total < (m * k + E - 1) // E).sum(-1, keepdim=True)
+        inside = counts.gather(-1, reached)
+        before = total.gather(-1, reached) - inside
+        low = bias.amin(-1, keepdim=True) - 1
+        width = (bias.amax(-1, keepdim=True) + 1 - low) / bins
+        new = low + width * (reached + (m * k - E * before) / (E * inside)).squeeze(-1)
+    return torch.where(m.squeeze(-1) > 0, new - new.mean(-1, keepdim=True), bias)
+
+
+@torch.no_grad()
+def update_router_biases(layers):
+    """Once per optimizer step, all layers at once → load (layers, E): this step's tokens."""
+    first, load = layers[0], torch.stack([layer.load for layer in layers])
+    bias = torch.stack([layer.router_bias for layer in layers])  # (layers, E)
+    if first.balance == "quantile":
+        counts = torch.stack([layer.histogram.counts for layer in layers])
+        bias.lerp_(bias_of_counts(counts, bias, first.k), 1 - first.bias_ema)
+    elif first.balance == "sign":  # DeepSeek-V3's rule: a small step towards the mean load
+        bias += 1e-3 * torch.sign(load.float().mean(-1, keepdim=True) - load)
+    torch._foreach_copy_([layer.router_bias for layer in layers], [*bias])
+    torch._foreach_zero_([x for layer in layers for x in (layer.load, layer.histogram.counts)])
+    return load
 
 
 def load_figures(load):
@@ -255,24 +284,15 @@ class LatentMoE(nn.Module):
         return chosen, p * self.scale
 
     def observe(self, scores, chosen, cutoff, counted):
-        if counted is not None:
-            scores, chosen, cutoff = scores[counted], chosen[counted], cutoff[counted]
-        self.load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        by_choice = chosen.T  # (k, m)
+        index, weight = by_choice.flatten(), ones(by_choice, counted, torch.int64).flatten()
+        self.load.scatter_add_(0, index, weight)
         if self.k < self.E and self.balance == "quantile":
-            self.histogram.observe(scores, cutoff, self.router_bias)
+            self.histogram.observe(scores, cutoff, self.router_bias, counted)
 
-    @torch.no_grad()
     def update_router_bias(self):
         """Once per optimizer step: the new bias → load (E), the tokens per expert in this step."""
-        load = self.load.clone()
-        if self.balance == "quantile":
-            new = self.histogram.quantile_bias(self.router_bias, self.k)
-            self.router_bias.lerp_(new, 1 - self.bias_ema)
-        elif self.balance == "sign":  # DeepSeek-V3's rule: a small step towards the mean load
-            self.router_bias += 1e-3 * torch.sign(load.float().mean() - load)
-        self.histogram.counts.zero_()
-        self.load.zero_()
-        return load
+        return update_router_biases([self])[0]
 
     def experts(self, z, chosen, p):
         """z (m, ℓ), chosen, p (m, k) → Σ p · expert(z), (m, ℓ)."""

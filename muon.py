@@ -3,8 +3,8 @@ Per-Head Muon, AdamW beside it, and QK-Clip (report §2.5; arXiv 2502.16982; QK-
 
 Muon moves a matrix by the orthogonal matrix nearest to its momentum: equally far in all directions.
 
-    M ← 0.95 M + G                       momentum
-    O = orthogonalise(G + 0.95 M)        Nesterov; five Newton–Schulz steps
+    M ← 0.95 M + 0.05 G                  momentum, as a running mean
+    O = orthogonalise(0.05 G + 0.95 M)   Nesterov; five Newton–Schulz steps
     W ← (1 − lr·wd) W − lr · 0.2 √max(rows, cols) · O
 
 By the factor 0.2 √max(rows, cols), an entry moves by about 0.2·lr, as with AdamW: learning rates
@@ -13,9 +13,14 @@ head, every expert on its own. This file knows shapes and blocks only; model.py 
 parameter has which. What is no matrix of a linear map (embedding, norms, biases, …) goes to
 torch's AdamW.
 """
+import bisect
+import itertools
+
 import torch
 
 from dispatch import hand_round, share_out
+
+BATCH = 2 ** 26  # entries of all matrices that are orthogonalised at a time
 
 
 def newton_schulz(G, steps=5):
@@ -25,23 +30,34 @@ def newton_schulz(G, steps=5):
     zero matrix gives zero. Works in bf16 on GPUs and on CPUs that multiply it (AVX512-BF16), else
     in fp32 at least.
     """
-    has_bf16 = G.is_cuda or G.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    exact = torch.promote_types(G.dtype, torch.float32)
-    work = torch.bfloat16 if has_bf16 and G.dtype != torch.float64 else exact
     is_tall = G.shape[-2] > G.shape[-1]
-    X = (G.mT if is_tall else G).to(exact)  # rows ≤ cols keeps A small
+    X = G.mT if is_tall else G  # rows ≤ cols keeps A small
+    X = X.to(work_dtype(G), copy=True).reshape(-1, *X.shape[-2:])
+    X = orthogonalise(X, steps).view(*G.shape[:-2], *X.shape[-2:])
+    return (X.mT if is_tall else X).to(G.dtype)
+
+
+def work_dtype(x):
+    has_bf16 = x.is_cuda or x.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    if has_bf16 and x.dtype != torch.float64:
+        return torch.bfloat16
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def orthogonalise(X, steps=5, scale=1.0):
+    """X (blocks, rows ≤ cols) in its work_dtype, overwritten → scale times the result."""
     # first by the largest entry, whose square may underflow; the norm is then at least 1, or 0
-    largest = X.abs().amax((-2, -1), keepdim=True)
-    X = X / torch.where(largest > 0, largest, 1)
-    X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp(min=1)
-    X = X.to(work).reshape(-1, *X.shape[-2:])  # (blocks, rows, cols)
+    tiny = torch.finfo(X.dtype).tiny
+    X.div_(torch.linalg.vector_norm(X, torch.inf, (1, 2), keepdim=True).clamp_(min=tiny))
+    X.div_(torch.linalg.vector_norm(X, 2, (1, 2), keepdim=True).clamp_(min=1))
     # X ← a X + b A X + c A² X with A = X Xᵀ: five rounds of this quintic bring singular values
     # from (0, 1] to about 1
-    for _ in range(steps):
+    for step in range(steps):
+        last = scale if step == steps - 1 else 1
         A = torch.bmm(X, X.mT)
         B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)  # b A + c A²
-        X = torch.baddbmm(X, B, X, beta=3.4445)
-    return (X.mT if is_tall else X).reshape(G.shape).to(G.dtype)
+        X = torch.baddbmm(X, B, X, beta=3.4445 * last, alpha=last)
+    return X
 
 
 class Muon(torch.optim.Optimizer):
@@ -64,26 +80,42 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        todo = {}  # shape of a block → [(parameter, its group, its update in blocks)]
+        todo = {}  # shape of a block, … → [(parameter, gradient, mean, group)], in blocks
         for group in self.param_groups:
-            for p in group["params"]:
-                if p in self.others:
-                    continue
-                g = torch.zeros_like(p) if p.grad is None else p.grad
-                if "momentum" not in self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum"].mul_(group["momentum"]).add_(g)
-                update = g.add(momentum, alpha=group["momentum"])  # Nesterov
+            params = [p for p in group["params"] if p not in self.others]
+            for p in params:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                if "mean" not in self.state[p]:
+                    self.state[p]["mean"] = torch.zeros_like(p)
+            means = [self.state[p]["mean"] for p in params]
+            if params:
+                torch._foreach_lerp_(means, [p.grad for p in params], 1 - group["momentum"])
+            for p, mean in zip(params, means):
                 rows, cols = p.shape[-2] // group["blocks"], p.shape[-1]
-                same_shape = todo.setdefault((rows, cols, p.dtype, p.device), [])
-                same_shape.append((p, group, update.view(-1, rows, cols)))
-        # one batch of Newton–Schulz for all blocks of a shape
-        for (rows, cols, *_), same_shape in todo.items():
-            updates = [update for _, _, update in same_shape]
-            O = newton_schulz(torch.cat(updates))  # (blocks, rows, cols)
-            for (p, group, _), o in zip(same_shape, O.split([len(update) for update in updates])):
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(o.reshape(p.shape), alpha=-group["lr"] * 0.2 * max(rows, cols) ** 0.5)
+                same = todo.setdefault((rows, cols, group["lr"], p.dtype, p.device), [])
+                parts = [x.reshape(-1, rows, cols).split(max(1, BATCH // (rows * cols)))
+                         for x in (p.detach(), p.grad, mean)]
+                same += [(*part, group) for part in zip(*parts)]
+        for (rows, cols, *_), same in todo.items():
+            while same:  # as many as a batch may hold, and at least one
+                ends = list(itertools.accumulate(len(p) for p, *_ in same))
+                count = max(1, bisect.bisect_right(ends, BATCH // (rows * cols)))
+                self.move(same[:count])
+                same = same[count:]
+
+    def move(self, batch):
+        """As one batch: [(parameter, gradient, mean, group)], (blocks, rows, cols) each."""
+        p, *_, group = batch[0]
+        rows, cols = p.shape[1:]
+        counts = [len(p) for p, *_ in batch]
+        X = p.new_empty(sum(counts), rows, cols, dtype=work_dtype(p))
+        for x, (_, gradient, mean, group) in zip(X.split(counts), batch):
+            nesterov = group["momentum"] / (1 - group["momentum"])
+            torch.add(gradient, mean, alpha=nesterov, out=x)
+        scale = -group["lr"] * 0.2 * max(rows, cols) ** 0.5
+        O = orthogonalise(X.mT, scale=scale).mT if rows > cols else orthogonalise(X, scale=scale)
+        for o, (p, *_, group) in zip(O.split(counts), batch):
+            torch.add(o, p, alpha=1 - group["lr"] * group["weight_decay"], out=p)
 
 
 class MuonAdamW:
@@ -115,10 +147,16 @@ class MuonAdamW:
     def step(self):
         for p in self.muon.others:
             p.grad = None  # so that AdamW leaves it alone, too
-        self.muon.step()
-        self.adamw.step()
-        for group, shares in self.shares:
-            hand_round(shares, group)
+        # what AdamW has stepped, the large embeddings among it, travels while Muon works
+        sent = []
+        for optimizer in (self.adamw, self.muon):
+            optimizer.step()
+            stepped = {p for group in optimizer.param_groups for p in group["params"]}
+            for group, shares in self.shares:
+                ours = [[p for p in share if p in stepped] for share in shares]
+                sent += hand_round(ours, group)
+        for arrived in sent:
+            arrived()
         self.after_step()
 
     def zero_grad(self, set_to_none=True):
@@ -137,17 +175,18 @@ class MuonAdamW:
 def qk_clip(q_b, kv_b, max_logit, nope, rope, tau=100.0):
     """
     Keep attention logits from growing. A head whose largest logit of the step passed tau gets its
-    query and key weights scaled by γ = tau / max, so that the same tokens would give tau. In place:
-    q_b (H·(nope + rope), ·), the nope rows × √γ and the rope rows × γ (their key, k_shared, belongs
-    to all heads and stays); kv_b (H·(nope + V), ·), the nope rows × √γ. max_logit (H): −inf if
-    nothing was seen.
+    query and key weights scaled by γ = tau / max, so that the same tokens would give tau. In place,
+    lists of each layer's weights: q_b (H·(nope + rope), ·), the nope rows × √γ and the rope rows
+    × γ (their key, k_shared, belongs to all heads and stays); kv_b (H·(nope + V), ·), the nope rows
+    × √γ. max_logit (layers, H): −inf if nothing was seen.
     """
-    H = max_logit.numel()
-    if q_b.shape[0] != H * (nope + rope) or kv_b.shape[0] % H:
-        raise ValueError(f"qk_clip: {H} heads of {nope} + {rope} rows do not fit "
-                         f"q_b {tuple(q_b.shape)} and kv_b {tuple(kv_b.shape)}")
-    gamma = torch.where(max_logit > tau, tau / max_logit, 1.0).view(H, 1, 1).to(q_b.dtype)
-    q, kv = q_b.view(H, nope + rope, -1), kv_b.view(H, kv_b.shape[0] // H, -1)
-    q[:, :nope] *= gamma.sqrt()
-    q[:, nope:] *= gamma
-    kv[:, :nope] *= gamma.sqrt()
+    H = max_logit.shape[1]
+    gammas = (tau / max_logit.clamp(min=tau)).view(-1, H, 1, 1)
+    for q, kv, gamma, root in zip(q_b, kv_b, gammas, gammas.sqrt()):
+        if q.shape[0] != H * (nope + rope) or kv.shape[0] % H:
+            raise ValueError(f"qk_clip: {H} heads of {nope} + {rope} rows do not fit "
+                             f"q_b {tuple(q.shape)} and kv_b {tuple(kv.shape)}")
+        q, kv = q.view(H, nope + rope, -1), kv.view(H, kv.shape[0] // H, -1)
+        q[:, :nope].mul_(root)
+        q[:, nope:].mul_(gamma)
+        kv[:, :nope].mul_(root)

@@ -1018,7 +1018,11 @@ def test_moe_histogram_is_quantile(m, E, k):
     for part in scores.split([m // 2, m - m // 2]):  # two micro-batches
         histogram.observe(part, moe.choose(part, bias, k)[1], bias)
     width = (bias.max() - bias.min() + 2) / 1000
+    assert torch.equal(moe.QuantileHistogram(E).quantile_bias(bias, k), bias)  # without counts
     difference = histogram.quantile_bias(bias, k) - moe.quantile_bias(scores, bias, k)
+    # several layers at once are each by itself
+    counts, biases = torch.stack([histogram.counts, histogram.counts.flip(0)]), bias.expand(2, E)
+    assert torch.equal(moe.bias_of_counts(counts, biases, k)[0], histogram.quantile_bias(bias, k))
     assert difference.abs().max() <= 2 * width  # one bin, and another for the mean
     assert histogram.counts.sum() == m * E
 
@@ -1255,6 +1259,32 @@ def test_muon_blocks():
             muon_step(torch.zeros(shape), shape=shape, blocks=blocks)
 
 
+@pytest.mark.parametrize("most", [2 ** 26, 2000, 1])
+def test_muon_step_is_its_definition(most, monkeypatch):
+    """Two steps, each matrix by itself; whatever is orthogonalised at a time."""
+    monkeypatch.setattr(muon, "BATCH", most)
+    torch.manual_seed(0)
+    shapes = dict(heads=(32, 24), tall=(24, 8), experts=(7, 2, 8, 24), odd=(5, 8), one=(8, 24))
+    params = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    groups = [dict(params=[p], lr=0.1 if name == "odd" else 0.2, blocks=4 if name == "heads" else 1)
+              for name, p in params.items()]
+    optimizer = muon.Muon(groups, weight_decay=0.5, momentum=0.9)
+    expected = {name: p.detach().double() for name, p in params.items()}
+    momentum = dict.fromkeys(params, 0)
+    for _ in range(2):
+        for group, (name, p) in zip(groups, params.items()):
+            p.grad = torch.randn_like(p)
+            G, (rows, cols) = p.grad.double(), (p.shape[-2] // group["blocks"], p.shape[-1])
+            momentum[name] = 0.9 * momentum[name] + G
+            blocks = (G + 0.9 * momentum[name]).reshape(-1, rows, cols)
+            O = torch.stack([muon.newton_schulz(block) for block in blocks]).view(p.shape)
+            step = group["lr"] * 0.2 * max(rows, cols) ** 0.5 * O
+            expected[name] = (1 - 0.5 * group["lr"]) * expected[name] - step
+        optimizer.step()
+    for name, p in params.items():
+        assert error(p.double(), expected[name]) < 0.02  # bf16, where the machine has it
+
+
 def test_muon_zero_and_missing_gradients():
     step = muon_step(torch.zeros(4, 4), shape=(4, 4), momentum=0.0)
     assert torch.equal(step, torch.zeros(4, 4))
@@ -1326,13 +1356,13 @@ def test_muon_qk_clip():
         return logits, kv[..., nope:]
     before, values = logits_and_values(q_b, kv_b)
     maxima = torch.tensor([120.0, 400.0, -torch.inf])  # the third head was not seen
-    muon.qk_clip(q_b, kv_b, maxima, nope, rope)
+    muon.qk_clip([q_b], [kv_b], maxima[None], nope, rope)
     after, values_after = logits_and_values(q_b, kv_b)
     factors = torch.tensor([100 / 120, 0.25, 1.0]).view(3, 1, 1)
     assert torch.allclose(after, before * factors, atol=1e-4)
     assert torch.equal(values, values_after)
     with pytest.raises(ValueError, match="qk_clip"):
-        muon.qk_clip(q_b[:-1], kv_b, maxima, nope, rope)
+        muon.qk_clip([q_b[:-1]], [kv_b], maxima[None], nope, rope)
 
 
 def test_muon_max_logit_of_a_step():
