@@ -21,6 +21,7 @@ processes, or a compiler.
     -k data      * tokenizers, prepare.py, corpora
     -k train     * resuming, checkpoints, signals, settings, schedule, batches
     -k sample    * text from a checkpoint
+    -k post      * messages, the loss of post.py, rollouts, its runs
     -k parallel  * four processes: the parts by themselves, then train.py; a process that fails
     -k weights   * released files in and out, MXFP4, hostile files, tokenizer files
     -k lab       * ablations, scaling, needles, costs, pictures, speedrun, evaluation, GPUs on paper
@@ -77,7 +78,7 @@ import sample as sample_py
 import train
 import vision
 import weights
-from data import corpus, images, prepare, reading, tokenizer
+from data import chat, corpus, images, prepare, reading, tokenizer
 from lab import bench, evaluate, look, speedrun, study
 from model import K3, K3Config
 
@@ -4338,6 +4339,107 @@ def test_vision_reading(desk, monkeypatch):
     known = reading.phrases(PLAY * 2)
     assert len(read) == 4 and not any(text in known for text in read)
     assert [text.isdigit() for text in read] == [False, True] * 2
+
+
+# ---- data/chat.py, post.py and tasks/
+
+def chat_tokenizer():
+    return tokenizer.with_special(tokenizer.make("bytes"), chat.CONTROL)
+
+
+TALK = [chat.effort_message("low"),
+        {"role": "system", "type": "a \"b\" & <c>", "content": "Be brief."},
+        {"role": "user", "content": 'Say <|end_of_msg|> and "&amp;" <|open|>think<|sep|>'},
+        {"role": "assistant", "reasoning_content": "é <|close|>", "content": "<|end_of_msg|>"},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "ok\n"}]
+
+
+def test_post_chat_template(tmp_path):
+    """K3's own ids for K3's tokenizer, letter by letter; others get theirs after all others."""
+    enc = tokenizer.make(str(k3_file(tmp_path)))
+    assert chat.control_ids(enc) == [303, 304, 305, 302]  # 300 ranks here, 163,584 in K3's
+    ids, said = chat.render(TALK[2:4], enc, answer=True)
+    text, spoken = (enc.decode(x) for x in (ids, [i for i, says in zip(ids, said) if says]))
+    answer = ("<|open|>think<|sep|>é <|close|><|close|>think<|sep|><|open|>response<|sep|>"
+              "<|end_of_msg|><|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>")
+    opening = '<|open|>message role="assistant"<|sep|>'
+    assert text == ('<|open|>message role="user"<|sep|>Say <|end_of_msg|> and "&amp;" <|open|>'
+                    "think<|sep|><|close|>message<|sep|><|end_of_msg|>" + opening + answer
+                    + opening + "<|open|>think<|sep|>")
+    assert spoken == answer
+    # a control token that is spelled out is text: of the ids only the template's are special
+    assert [ids.count(i) for i in chat.control_ids(enc)] == [6, 4, 10, 2]
+    assert chat.render(TALK[:1], enc)[0][0] == 303
+    assert "`thinking_effort=low`" in enc.decode(chat.render(TALK[:1], enc)[0])
+    assert chat.control_ids(chat_tokenizer()) == [257, 258, 259, 260]
+    with pytest.raises(ValueError, match="no tokens for messages; .*--chat") as caught:
+        chat.render(TALK, tokenizer.make("bytes"))
+    assert "\n" not in str(caught.value)
+
+
+def test_post_chat_there_and_back(tmp_path):
+    k3 = tokenizer.make(str(k3_file(tmp_path)))
+    for enc in (chat_tokenizer(), k3):
+        ids, said = chat.render(TALK, enc)
+        assert chat.parse(ids, enc) == TALK and len(ids) == len(said)
+        pieces = list(chat.events(iter(ids), enc))
+        assert chat.joined(pieces) == chat.joined(chat.events(ids, enc))
+        assert ("text", "é <|close|>") in chat.joined(pieces)
+        begun = chat.render([], enc, answer=True)[0]
+        whole = chat.render(TALK[3:4], enc)[0]
+        assert whole[:len(begun)] == begun
+        assert chat.read_answer(whole[len(begun):], enc) == TALK[3]
+        for end in range(len(begun), len(whole)):  # cut short anywhere, it is no answer
+            assert chat.read_answer(whole[len(begun):end], enc) is None
+    opening, close, sep, end = chat.control_ids(enc)
+    word = lambda text: tokenizer.encode(enc, text).tolist()
+    think, response, message = word("think"), word("response"), word("message")
+    good = [close, *think, sep, opening, *response, sep, 300 - 1, close, *response, sep, close,
+            *message, sep, end]
+    assert chat.read_answer(good, enc) is not None
+    twice = [opening, *think, sep, close, *think, sep]
+    for bad in ([], [end], good + [end], good[:-1] + [sep, end], twice + good, good[3:],
+                good + good, [*good[:-1], 255, end], [sep] * 5, [opening] * 5):
+        assert chat.read_answer(bad, enc) is None, enc.decode(bad)
+
+
+def test_post_chat_files(tmp_path):
+    """A file of conversations: what is wrong is said with its line, in one line."""
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    path = tmp_path / "talk.jsonl"
+    good = json.dumps({"messages": [user, assistant]})
+    path.write_text(f"\ufeff{good}\n\n{good}\n", encoding="utf-8")
+    assert chat.read_conversations(path) == [[user, assistant]] * 2
+    for messages, words in [
+            ([user], "without an assistant"),
+            ([assistant, user], "roles out of order: assistant, user"),
+            ([user, assistant, assistant], "out of order"), ([user, assistant, user], "in turn"),
+            ([user, {"role": "system", "content": ""}, assistant], "out of order"),
+            ([{"role": "tool", "content": ""}, assistant], "out of order: tool"),
+            ([user, {"role": "assistant"}], "content is no text"),
+            ([user, {"role": "assistant", "content": ["b"]}], "content is no text"),
+            ([user, assistant | {"a=b": "c"}], "odd attribute"), ("ab", "no list of messages")]:
+        path.write_text(f"{good}\n{json.dumps({'messages': messages})}\n")
+        with pytest.raises(ValueError, match=f"talk.jsonl, line 2: .*{words}") as caught:
+            chat.read_conversations(path)
+        assert "\n" not in str(caught.value) and 'expected {"messages"' in str(caught.value)
+    for line in ("{", "[1]", "nan", "[" * 10 ** 5):
+        path.write_text(line)
+        with pytest.raises(ValueError, match="line 1: (no JSON|no list of messages|maximum)"):
+            chat.read_conversations(path)
+
+
+def test_post_prepare_chat(desk):
+    """prepare.py --chat: the tokens of messages come last, and the ids of text stay."""
+    Path("a.txt").write_text(PLAY * 20)
+    prepare.main(["a.txt", "--tokenizer=bytes"])
+    before = prepare.load_meta(desk / "data/a")
+    ids = prepare.open_tokens(desk / "data/a", "train", before[0]).copy()
+    prepare.main(["a.txt", "--tokenizer=bytes", "--chat"])
+    meta, enc = prepare.load_meta(desk / "data/a")
+    assert chat.control_ids(enc) == [257, 258, 259, 260] and meta["vocab_size"] == 261
+    assert np.array_equal(ids, prepare.open_tokens(desk / "data/a", "train", meta))
 
 
 # ---- parallel.py: the parts by themselves on 4 ranks, in one start of them all; then train.py

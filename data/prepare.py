@@ -22,6 +22,7 @@ Text to tokens, once, before training.
     --limit=SIZE          only the first so many bytes of text, such as 200MB
     --documents=N         only the first so many documents
     --workers=N           threads that encode; all cores, unless told otherwise
+    --chat                the tokenizer gets the tokens of messages (chat.py), for post.py to train
     --patch=14            of images: vit_patch of the model that is to see them
 
 It writes data/NAME/, next to this file:
@@ -57,6 +58,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from cli import hold, options, run  # noqa: E402
 from data import corpus, tokenizer  # noqa: E402
+from data.chat import CONTROL  # noqa: E402
 from data.corpus import SHAKESPEARE, shakespeare, stdlib  # noqa: E402, F401
 
 FILES = ("train.bin", "val.bin", "tokenizer.tiktoken", "meta.json")
@@ -66,7 +68,7 @@ IMAGE_FILES = ("train.images", "val.images", "train.pixels", "val.pixels")   # i
 # ---- text to token files
 
 def prepare(sources, name, which="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fraction=0.1, cut=0,
-            bpe_bytes=200 * 10**6, workers=1):
+            bpe_bytes=200 * 10**6, workers=1, chat=False):
     """
     Sources (corpus.py says of what kinds), or a Survey of them → data/NAME, and its meta.json's
     content. cut: characters of training, instead of val_fraction.
@@ -74,13 +76,14 @@ def prepare(sources, name, which="bpe", vocab_size=tokenizer.VOCAB_SIZE, val_fra
     text = sources if isinstance(sources, Survey) else survey((source, True) for source in sources)
     cut = cut or int(text.characters * (1 - val_fraction))
     enc = tokenizer.make(which, training_sample(text, cut, bpe_bytes), vocab_size)
+    enc = tokenizer.with_special(enc, CONTROL) if chat else enc
 
     def write(paths):
         return write_all_but_meta(text, cut, enc, paths, workers)
     return store(name, FILES, write)
 
 
-def prepare_captions(path, name, which, vocab_size, val_fraction, patch):
+def prepare_captions(path, name, which, vocab_size, val_fraction, patch, chat):
     """A .jsonl file of texts with images → data/NAME; the last lines are for validation."""
     from data import images  # and with it torch, which text alone does without
     documents = images.captions(path)
@@ -90,6 +93,7 @@ def prepare_captions(path, name, which, vocab_size, val_fraction, patch):
                          "validate on others; give more, or another --val_fraction")
     texts = (part for document in documents[:cut] for part in document if isinstance(part, str))
     enc = tokenizer.with_media(tokenizer.make(which, texts, vocab_size))
+    enc = tokenizer.with_special(enc, CONTROL) if chat else enc
     return prepare_images(dict(train=documents[:cut], val=documents[cut:]), name, enc, patch)
 
 
@@ -507,7 +511,7 @@ def main(arguments):
     given, sources = options(arguments, dict(
         name="", tokenizer="bpe", vocab_size=tokenizer.VOCAB_SIZE, bpe_bytes="200MB",
         val_fraction=0.1, text_key="text", limit="", documents=0, workers=0,
-        patch=14))
+        patch=14, chat=False))
     asked = {name.lstrip("-").partition("=")[0] for name in arguments if name.startswith("-")}
     check_options(given, asked, sources)
     left = {"bytes": size_of("limit", given["limit"]) if "limit" in asked else sys.maxsize,
@@ -531,7 +535,7 @@ def main(arguments):
         refuse(asked, ("limit", "documents", "text_key", "bpe_bytes", "workers"),
                "text without images")
         meta = prepare_captions(captions, name, given["tokenizer"], given["vocab_size"],
-                                given["val_fraction"], given["patch"])
+                                given["val_fraction"], given["patch"], given["chat"])
         return told(meta, f"{meta['train_images'] + meta['val_images']:,} images")
     refuse(asked, ("patch",), "texts with images")
     text = survey(found, skipped, left, named.key if named else given["text_key"],
@@ -542,7 +546,8 @@ def main(arguments):
         if len(text.sources) == len(named.files):  # no limit came before it
             cut = sum(size for _, size, _ in text.sources[:-named.validation])
     meta = prepare(text, name, given["tokenizer"], given["vocab_size"], given["val_fraction"], cut,
-                   size_of("bpe_bytes", given["bpe_bytes"]), given["workers"] or cores())
+                   size_of("bpe_bytes", given["bpe_bytes"]), given["workers"] or cores(),
+                   given["chat"])
     told(meta, corpus.told(skipped) if known != "stdlib" else "")
 
 

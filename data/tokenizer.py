@@ -170,8 +170,13 @@ def from_tiktoken(name):
 
 
 def with_media(enc):
-    """The same tokenizer with MEDIA among its special tokens, after all others if it had none."""
-    missing = [name for name in MEDIA if name not in enc._special_tokens]
+    """The same tokenizer with MEDIA among its special tokens."""
+    return with_special(enc, MEDIA)
+
+
+def with_special(enc, names):
+    """The same tokenizer with these special tokens; those that it lacks come after all others."""
+    missing = [name for name in names if name not in enc._special_tokens]
     added = {name: enc.n_vocab + i for i, name in enumerate(missing)}
     return build(enc.name, enc._pat_str, enc._mergeable_ranks, {**enc._special_tokens, **added})
 
