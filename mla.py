@@ -44,11 +44,8 @@ class GatedMLA(nn.Module):
         self.context_group = None  # the ranks that hold a sequence together (K3.share_context)
 
     def forward(self, x, cache=None):
-        B, T, _ = x.shape
-        q, c, gate = linears(x, self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
-        q = self.q_b_proj(self.q_a_layernorm(q)).view(B, T, self.H, self.nope + self.rope)
-        c, k_shared = c.split([self.R, self.rope], dim=-1)
-        c = self.kv_a_layernorm(c)  # (B, T, R), and k_shared (B, T, rope)
+        T = x.shape[1]
+        q, c, k_shared, gate = self.project(x)
         if self.context_group:  # each rank's latents go to itself and to all later ones
             latents = torch.cat([c, k_shared], dim=-1)
             parts = pass_on(latents, self.context_group, operator.le)  # (rank + 1, B, T, ·)
@@ -61,6 +58,13 @@ class GatedMLA(nn.Module):
         else:
             o = self.expanded(q, c, k_shared)
         return self.o_proj(gate.sigmoid() * o.flatten(2))
+
+    def project(self, x):
+        """x (B, T, d) → q (B, T, H, nope + rope), c (B, T, R), k_shared (B, T, rope), the gate."""
+        q, c, gate = linears(x, self.q_a_proj, self.kv_a_proj_with_mqa, self.g_proj)
+        q = self.q_b_proj(self.q_a_layernorm(q)).unflatten(-1, (self.H, self.nope + self.rope))
+        c, k_shared = c.split([self.R, self.rope], dim=-1)
+        return q, self.kv_a_layernorm(c), k_shared, gate
 
     def expanded(self, q, c, k_shared):
         """
@@ -86,11 +90,7 @@ class GatedMLA(nn.Module):
         token costs R + rope products per head and is never expanded.
         """
         T, S = q.shape[1], latents.shape[1]
-        w = self.kv_b_proj.weight.to(q.dtype).view(self.H, self.nope + self.V, self.R)
-        w_k, w_v = w.split([self.nope, self.V], dim=1)
-        q_latent = torch.einsum("bthn,hnr->bthr", q[..., :self.nope], w_k)
-        q = torch.cat([q_latent, q[..., self.nope:]], dim=-1)  # (B, T, H, R + rope)
-        q = q * (self.nope + self.rope) ** -0.5
+        q, w_v = self.absorb(q)
         o, past = [], S - T
         for rows in q.split(rows_at_once(q, S), dim=1):
             logits = fp32(torch.einsum("bthr,bsr->bhts", rows, latents))
@@ -98,6 +98,14 @@ class GatedMLA(nn.Module):
             o.append(torch.einsum("bhts,bsr->bthr", p, latents[..., :self.R]))
             past += rows.shape[1]
         return torch.einsum("bthr,hvr->bthv", torch.cat(o, dim=1), w_v)
+
+    def absorb(self, q):
+        """q → the scaled query that meets latents, (B, T, H, R + rope), and W_v (H, V, R)."""
+        w = self.kv_b_proj.weight.to(q.dtype).view(self.H, self.nope + self.V, self.R)
+        w_k, w_v = w.split([self.nope, self.V], dim=1)
+        q_latent = torch.einsum("bthn,hnr->bthr", q[..., :self.nope], w_k)
+        q = torch.cat([q_latent, q[..., self.nope:]], dim=-1)
+        return q * (self.nope + self.rope) ** -0.5, w_v
 
     def new_cache(self, batch_size):
         empty = self.o_proj.weight.new_zeros(batch_size, 0, self.R + self.rope)

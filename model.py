@@ -27,6 +27,7 @@ from cli import run
 from kda import KDA
 from mla import GatedMLA, largest_logit  # noqa: F401 (importable from here, too)
 from moe import LatentMoE, SiTUGLU, load_figures, update_router_biases
+from mtp import MTP, speculate
 from ops import RMSNorm, fp32
 from sizes import K3Config
 from vision import VisionTower, features_here, wrong_count
@@ -81,6 +82,8 @@ class K3(nn.Module):
         self.lm_head = nn.Linear(d, config.vocab_size, bias=False)
         self.vision = VisionTower(config) if config.vit_layers else None
         self.context_group = None  # of the ranks that hold one sequence between them
+        self.mtp = MTP(config) if config.mtp_layers else None
+        self.mtp_loss = None  # MTP's own loss, without its weight, of the last call with targets
         self.tokenizer = None  # the tiktoken.Encoding that came with the weights, if any
         if not self.lm_head.weight.is_meta:
             self.init_weights()
@@ -88,11 +91,11 @@ class K3(nn.Module):
     def forward(self, idx, targets=None, cache=None, last_only=False, images=None):
         """
         idx, targets (B, T) int64 → logits and loss. Logits are (B, T, vocab), or (B, 1, vocab) with
-        last_only. The loss is the mean cross-entropy in nats, None without targets. A target of −1
-        is ignored, and its token does not count for balance. cache: from new_cache; the tokens then
-        follow those of earlier calls. images: (patches, grids) as vision.py takes them; idx holds
-        one media_pad per feature, in order, row by row, and their targets are −1. Image tokens do
-        count for balance, as they are routed.
+        last_only. The loss is the mean cross-entropy in nats, None without targets; in training,
+        with mtp_layers = 1, MTP's is added. A target of −1 is ignored, and its token does not count
+        for balance. cache: from new_cache; the tokens then follow those of earlier calls. images:
+        (patches, grids) as vision.py takes them; idx holds one media_pad per feature, in order, row
+        by row, and their targets are −1. Image tokens do count for balance, as they are routed.
         """
         if idx.dim() != 2 or idx.shape[1] < 1 or idx.dtype not in (torch.int64, torch.int32):
             raise ValueError("idx: expected token ids (B, T ≥ 1), int64 or int32, got "
@@ -100,10 +103,10 @@ class K3(nn.Module):
         if targets is not None and (targets.shape != idx.shape or targets.dtype != torch.int64):
             raise ValueError(f"targets: expected int64 of idx's shape {tuple(idx.shape)}, got "
                              f"{tuple(targets.shape)} {targets.dtype}")
-        x = self.embed_with_images(idx, images) if self.vision else self.embed(idx)  # (B, T, d)
+        embedded = self.embed_with_images(idx, images) if self.vision else self.embed(idx)
         if images is not None and self.vision is None:
             raise ValueError("images: this model has no vision tower (vit_layers = 0)")
-        stream = Stream(x)
+        stream = Stream(embedded)  # (B, T, d)
         counted = None  # the tokens that count for balance; None for all
         if targets is not None and (targets == -1).any():
             counted = targets != -1
@@ -111,13 +114,21 @@ class K3(nn.Module):
                 counted = counted | (idx == self.config.media_pad)
         for i, layer in enumerate(self.layers):
             layer(stream, cache[i] if cache else None, counted)
-        x = self.norm(stream.read(self.out_mix))  # (B, T, d)
+        h = stream.read(self.out_mix)  # (B, T, d)
+        taps = self.mtp.taps(stream, h) if self.mtp else None
+        if cache and len(cache) > len(self.layers):
+            cache[-1].update(taps=taps, embedded=embedded)
+        x = self.norm(h)
         logits = self.lm_head(x[:, -1:] if last_only else x)
         if targets is None:
             return logits, None
-        if counted is not None and not (targets != -1).any():
-            return logits, 0 * logits.sum()  # a rank's segment may be all image
         loss = F.cross_entropy(fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        if counted is not None and not (targets != -1).any():
+            loss = 0 * logits.sum()  # a rank's segment may be all image
+        if self.mtp and not cache:
+            ahead = self.mtp.loss(taps, embedded, targets, self.lm_head)
+            self.mtp_loss = ahead.detach()
+            loss = loss + self.config.mtp_weight * ahead if self.training else loss
         return logits, loss
 
     @torch.compiler.disable  # how many features there are is known only here
@@ -137,8 +148,10 @@ class K3(nn.Module):
         return x.masked_scatter(pads.unsqueeze(-1), features.to(x.dtype))
 
     @torch.no_grad()
-    def init_weights(self):
+    def init_weights(self, of=""):
         """
+        of: the start of the names of those to initialise, all by default.
+
         embedding                  normal, std 0.1: mixtures read it raw, so it starts small
         lm_head                    zero: the first loss is exactly ln(vocab)
         the last matrix of a part  zero, so that every part starts by adding nothing: o_proj of
@@ -155,7 +168,7 @@ class K3(nn.Module):
         router bias                0
         """
         zero = [self.lm_head.weight]
-        for layer in self.layers:
+        for layer in self.all_layers():
             mlp = layer.mlp
             zero.append(layer.attn.o_proj.weight)
             if layer.is_moe:
@@ -166,6 +179,8 @@ class K3(nn.Module):
             zero += [block.wo.weight, block.fc1.weight]
         zero = {id(p) for p in zero}
         for name, p in self.named_parameters():
+            if not name.startswith(of):
+                continue
             if id(p) in zero or name.endswith((".w", "A_log")):
                 p.zero_()
             elif name == "embed.weight":
@@ -182,18 +197,24 @@ class K3(nn.Module):
 
     # ---- generation
 
-    def new_cache(self, batch_size):
-        """A dict per layer. KDA: constant size. MLA: kv_lora_rank + rope numbers per token."""
-        return [layer.attn.new_cache(batch_size) for layer in self.layers]
+    def new_cache(self, batch_size, draft=False):
+        """
+        A dict per layer. KDA: constant size. MLA: kv_lora_rank + rope numbers per token. draft:
+        with one for the MTP layer, to which every call then adds what a draft reads.
+        """
+        layers = self.all_layers() if draft else self.layers
+        return [layer.attn.new_cache(batch_size) for layer in layers]
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stream=False,
-                 vocab_size=None, images=None):
+                 vocab_size=None, images=None, draft=None):
         """
         idx (B, T ≥ 1) → (B, T + max_new_tokens); with stream=True an iterator over the new tokens,
         each (B, 1). temperature 0 takes the likeliest token. top_k: only the k likeliest; top_p:
         only the likeliest that together reach p. vocab_size: ids from there on only pad the
-        vocabulary and are never sampled. images: of idx, as in forward; no pad is sampled. Draws
-        from torch's global generator.
+        vocabulary and are never sampled. images: of idx, as in forward; no pad is sampled. draft:
+        how many tokens the MTP layer proposes at once (mtp.py), with the same text at temperature 0
+        and the same distribution otherwise; each row goes by itself. Draws from torch's global
+        generator.
         """
         if idx.dim() != 2 or idx.shape[1] < 1:
             raise ValueError("idx: expected (B, T) with at least one token to start from, got "
@@ -202,7 +223,21 @@ class K3(nn.Module):
         if not (temperature >= 0 and good_k and good_p):
             raise ValueError("expected temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1; got "
                              f"{temperature}, {top_k}, {top_p}")
-        tokens = self._generate(idx, max_new_tokens, temperature, top_k, top_p, vocab_size, images)
+        if draft is None:
+            tokens = self._generate(idx, max_new_tokens, temperature, top_k, top_p, vocab_size,
+                                    images)
+        elif self.mtp is None or type(draft) is not int or draft < 1:
+            raise ValueError("draft: expected None, or with an MTP layer at least 1 token; got "
+                             f"{draft!r} and mtp_layers = {self.config.mtp_layers}")
+        elif images is not None and len(idx) > 1:
+            raise ValueError("draft: with images, expected one row at a time, got "
+                             f"{len(idx)} rows")
+        else:
+            def to_draw_from(logits):  # (n, vocab) → the same
+                return probabilities(self.choices(logits, vocab_size), temperature, top_k, top_p)
+            rows = [speculate(self, row, max_new_tokens, draft, to_draw_from, images=images)
+                    for row in idx.split(1)]
+            tokens = map(torch.cat, zip(*rows))
         return tokens if stream else torch.cat([idx, *tokens], dim=1)
 
     @torch.no_grad()
@@ -217,17 +252,25 @@ class K3(nn.Module):
             finally:
                 if was_training:
                     self.train()
-            logits, images = fp32(logits[:, -1, :vocab_size]), None  # (B, vocab)
-            if self.vision:
-                logits[:, self.config.media_pad:][:, :1] = -torch.inf
+            logits, images = self.choices(logits[:, -1], vocab_size), None  # (B, vocab)
             idx = sample_token(logits, temperature, top_k, top_p)  # (B, 1)
             yield idx
+
+    def choices(self, logits, vocab_size):
+        """logits (n, vocab) → fp32, without the ids that only pad; −inf for an image's pad."""
+        logits = fp32(logits[:, :vocab_size])
+        if self.vision:
+            logits[:, self.config.media_pad:][:, :1] = -torch.inf
+        return logits
 
     # ---- training
 
     def moes(self):
-        """{layer, from 0: its LatentMoE}."""
-        return {i: layer.mlp for i, layer in enumerate(self.layers) if layer.is_moe}
+        """{layer, from 0: its LatentMoE}, that of MTP after all layers."""
+        return {i: layer.mlp for i, layer in enumerate(self.all_layers()) if layer.is_moe}
+
+    def all_layers(self):
+        return [*self.layers, self.mtp] if self.mtp else [*self.layers]
 
     def share_experts(self, group, balance_ranks=False):
         """Keep only this rank's experts; the process group computes all of them together."""
@@ -236,13 +279,14 @@ class K3(nn.Module):
 
     def shared_out(self):
         """{name: parameter} of the expert weights, where each rank holds only its own experts'."""
-        return {f"layers.{i}.mlp.{name}": getattr(moe, name)
+        names = [*(f"layers.{i}" for i in range(self.config.n_layer)), "mtp"]
+        return {f"{names[i]}.mlp.{name}": getattr(moe, name)
                 for i, moe in self.moes().items() if moe.group for name in ("w13", "w2")}
 
     def share_context(self, group):
         """A batch is this rank's segment of each sequence; rank 0 of the group holds the first."""
         self.context_group = group
-        for layer in self.layers:
+        for layer in self.all_layers():
             layer.attn.context_group = group
 
     @torch.no_grad()
@@ -303,7 +347,10 @@ class K3(nn.Module):
         for mix in filter(None, [self.out_mix, *mixes]):
             plain += [mix.norm]
             queries += [mix.w]
-        for layer in self.layers:
+        if self.mtp:
+            plain += [self.mtp.enorm, self.mtp.hnorm, self.mtp.norm]
+            whole += list(filter(None, [self.mtp.eh_proj, self.mtp.w_e3]))
+        for layer in self.all_layers():
             a, m = layer.attn, layer.mlp
             plain += [layer.attn_norm, layer.mlp_norm]
             whole += [a.g_proj, a.o_proj]
@@ -338,7 +385,7 @@ class K3(nn.Module):
 
     def qk_clip(self):
         """Scale down the MLA heads whose logits passed 100 in this step, and count anew."""
-        mlas = [layer.attn for layer in self.layers if isinstance(layer.attn, GatedMLA)]
+        mlas = [layer.attn for layer in self.all_layers() if isinstance(layer.attn, GatedMLA)]
         if not mlas:
             return
         logits = torch.stack([a.max_logit for a in mlas])
@@ -354,13 +401,19 @@ class K3(nn.Module):
         """
         A folder as K3 is released (config.json, *.safetensors) → K3 in eval mode. dtype: float32 or
         bfloat16, None for the file's own. training: fields of K3Config that a released config does
-        not have (qat, router_bias_ema). weights.py says what is read and what is refused.
+        not have (qat, router_bias_ema, mtp_weight), and mtp_layers = 1 for a layer that starts
+        fresh if there is none in the folder. weights.py says what is read and what is refused.
         """
         config = K3Config.from_released(folder)
         stored_dtype, found = weights.read_folder(folder, config)
+        fresh_mtp = training.pop("mtp_layers", 0) and not config.mtp_layers
         with torch.device("meta"):
             model = cls(replace(config, **training))
         weights.fill(model, folder, found, dtype or stored_dtype, device)
+        if fresh_mtp:
+            model.config = replace(model.config, mtp_layers=1)
+            model.mtp = MTP(model.config).to(model.embed.weight)
+            model.init_weights(of="mtp.")
         return model.eval()
 
     def save_pretrained(self, folder, dtype=None, experts=None, tokenizer=None):
@@ -382,21 +435,25 @@ class K3(nn.Module):
     def num_active_params(self):
         """
         Those that one token of text meets: of the experts only the chosen ones. The input
-        embedding, a lookup, is not counted, nor is the vision tower.
+        embedding, a lookup, is not counted, nor are the vision tower and MTP.
         """
         idle = sum((m.E - m.k) * (m.w13[0].numel() + m.w2[0].numel()) for m in self.moes().values())
         tower = sum(p.numel() for p in self.vision.parameters()) if self.vision else 0
-        return self.num_params() - self.embed.weight.numel() - idle - tower
+        of_mtp = self.mtp.num_active_params() if self.mtp else 0
+        return self.num_params() - self.embed.weight.numel() - idle - tower - of_mtp
 
     def flops_per_token(self, T):
         """
         Matrix products only, for a token of a sequence of T. A weight costs 6: multiply and add,
         forward and in both products of backward. MLA: 2 products with T/2 earlier tokens on
-        average; KDA: 3 products of K×V (read what the state held, add to it, read it).
+        average; KDA: 3 products of K×V (read what the state held, add to it, read it). With MTP,
+        its layer and the head once more.
         """
         c, flops = self.config, 6 * self.num_active_params()
-        for i in range(c.n_layer):
-            if c.is_mla(i):
+        if self.mtp:
+            flops += 6 * (self.mtp.num_active_params() + self.lm_head.weight.numel())
+        for layer in self.all_layers():
+            if isinstance(layer.attn, GatedMLA):
                 width = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
                 flops += 6 * c.n_head * width * T // 2
             else:
@@ -405,12 +462,19 @@ class K3(nn.Module):
 
 
 def sample_token(logits, temperature, top_k, top_p):
-    """
-    logits (B, vocab) fp32 → (B, 1). Also among equal logits, top_k keeps exactly k, and top_p no
-    more than it takes to reach p.
-    """
+    """logits (B, vocab) fp32 → (B, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
+    return torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1)
+
+
+def probabilities(logits, temperature, top_k, top_p):
+    """
+    logits (B, vocab) fp32 → the distribution to draw from, (B, vocab). Also among equal logits,
+    top_k keeps exactly k, and top_p no more than it takes to reach p.
+    """
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # ≤ 0: no temperature overflows
     if top_k is not None or top_p is not None:
         vocab = logits.shape[-1]
@@ -420,7 +484,7 @@ def sample_token(logits, temperature, top_k, top_p):
             likelier = p.cumsum(-1) - p  # the probability of all that come before
             values[likelier >= top_p] = -torch.inf
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, values)
-    return torch.multinomial(logits.softmax(-1), 1)
+    return logits.softmax(-1)
 
 
 def main(arguments):

@@ -331,5 +331,5 @@ class Ranks:
 def counted(model):
     """What a model counts between updates: tokens by expert; the largest logits by head."""
     counts = [x for moe in model.moes().values() for x in (moe.histogram.counts, moe.load)]
-    logits = [layer.attn.max_logit for layer in model.layers if hasattr(layer.attn, "max_logit")]
+    logits = [layer.attn.max_logit for layer in model.all_layers() if hasattr(layer.attn, "max_logit")]
     return counts, logits

@@ -16,6 +16,7 @@ Sample text from a checkpoint of train.py. All it needs is there: weights, sizes
     --temperature=0.8           0: always the likeliest token
     --top_k=0                   only the k likeliest tokens; 0: all
     --top_p=1.0                 only the likeliest tokens that together reach p
+    --draft=0                   the MTP layer drafts so many tokens at once (mtp.py); 0: none
     --seed=1                    of the first sample; the next ones follow from it
     --device=auto               cuda, mps or cpu
 
@@ -34,8 +35,8 @@ from model import K3
 from weights import end_ids
 
 DEFAULTS = {"from": "", "out_dir": "out/shakespeare", "prompt": "\n", "num_samples": 1,
-            "max_new_tokens": 500, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "seed": 1,
-            "device": "auto"}
+            "max_new_tokens": 500, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "draft": 0,
+            "seed": 1, "device": "auto"}
 
 
 def main(arguments):
@@ -58,7 +59,8 @@ def main(arguments):
         # generate checks its options: call it before anything is printed
         tokens = model.generate(ids, options["max_new_tokens"], options["temperature"],
                                 options["top_k"] or None, options["top_p"], stream=True,
-                                vocab_size=enc.n_vocab, images=seen)
+                                vocab_size=enc.n_vocab, images=seen,
+                                draft=options["draft"] or None)
         print(options["prompt"], end="", flush=True)
         text = tokenizer.StreamDecoder(enc)
         for token in tokens:
@@ -70,6 +72,9 @@ def main(arguments):
     seconds = time.perf_counter() - began
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s, "
           f"prompt of {ids.shape[1]} included", file=sys.stderr)
+    if options["draft"] and model.mtp.rounds:
+        print(f"{model.mtp.kept / model.mtp.rounds:.2f} tokens per round of {options['draft']} "
+              "drafts", file=sys.stderr)
 
 
 def read_arguments(arguments):

@@ -50,6 +50,10 @@ class K3Config:
     attn_res: str = "block"                # or "full": a block per part, "none": x + f(x) (study)
     attn_res_block_size: int = 2           # layers per block
     rms_norm_eps: float = 1e-5
+    # multi-token prediction
+    mtp_layers: int = 0                    # or 1: a layer beside the model, which drafts tokens
+    mtp_weight: float = 0.3                # of its loss in training
+    mtp_features: bool = False             # whether it reads W_E3 [low; mid; h]: python mtp.py
     # images: the vision tower
     vit_layers: int = 0                    # 0: none, the model reads text alone
     vit_width: int = 96
@@ -94,11 +98,11 @@ class K3Config:
                 raise ValueError(f"config: {name} = {getattr(self, name)!r}; {what}")
 
         may_be_zero = {"mla_every", "kda_key_dim", "kda_value_dim", "first_k_dense_replace",
-                       "qk_rope_head_dim", "routed_expert_hidden_size", "vit_layers"}
+                       "qk_rope_head_dim", "routed_expert_hidden_size", "vit_layers", "mtp_layers"}
         # below g_min = -5.9, the 16-row tiles of KDA leave fp32
         ranges = dict(g_min=(-5.9, 0), router_bias_ema=(0, 1), rms_norm_eps=(1e-12, 0.1),
                       routed_scaling_factor=(1e-6, 1e6), situ_beta=(1e-3, 1e6),
-                      situ_linear_beta=(1e-3, 1e6))
+                      situ_linear_beta=(1e-3, 1e6), mtp_weight=(0, 100))
         for name, kind in ((f.name, f.type) for f in fields(self)):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and type(value) is not bool
@@ -140,7 +144,10 @@ class K3Config:
                  "must be a multiple of 8: grouped matrix products want rows of 16 bytes")
             rule(not self.qat or getattr(self, name) % 32 == 0, name,
                  "must be a multiple of 32, the block of MXFP4, with qat")
-        rule(type(self.latent_norm) is bool, "latent_norm", "must be True or False")
+        for name in ("latent_norm", "mtp_features"):
+            rule(type(getattr(self, name)) is bool, name, "must be True or False")
+        rule(self.mtp_layers <= 1, "mtp_layers", "must be 0 or 1, as in K3")
+        rule(self.mtp_layers or not self.mtp_features, "mtp_features", "needs mtp_layers = 1")
         if not self.routed_expert_hidden_size:
             no_latent = "with routed_expert_hidden_size = 0"
             rule(not self.latent_norm, "latent_norm",

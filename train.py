@@ -148,7 +148,7 @@ def loop(run):
             group["lr"] = lr * group.get("lr_scale", 1)
 
         # forward and backward: the mean over all micro-batches of all processes
-        loss, batch = gradients(run)
+        loss, mtp_loss, batch = gradients(run)
         loss, norm, stopped = ranks.sum_gradients(model, loss, bool(run.signals))
         if not math.isfinite(loss + norm):
             raise FloatingPointError(what_is_not_finite(run, loss, norm, batch))
@@ -171,24 +171,27 @@ def loop(run):
             run.take_folder()
         last = run.step == settings.steps
         if run.step % settings.log_every == 0 or last:
-            run.log.training(run, loss, lr, norm)
+            if model.mtp:                         # the log has both apart
+                mtp_loss = ranks.sum(mtp_loss / ranks.world_size)[0]
+                loss -= run.config.mtp_weight * mtp_loss
+            run.log.training(run, loss, lr, norm, mtp_loss)
         if run.step % settings.eval_every == 0 or last:
             run.save()                            # first: the evaluation may fail or take long
-            run.log.evaluation(run, {split: evaluate(model, run.data.tokens(split), settings,
-                                                     run.device, run.autocast, ranks,
-                                                     run.data.images[split])
+            run.log.evaluation(run, {split: losses(model, run.data.tokens(split), settings,
+                                                   run.device, run.autocast, ranks,
+                                                   run.data.images[split])
                                      for split in ("train", "val")})
     run.finish(stopped, data_changed)
 
 
 def gradients(run):
     """
-    Forward and backward over this rank's micro-batches → their part of the mean loss, and the first
-    batch (x, y, images) whose loss is not finite, or else the last one.
+    Forward and backward over this rank's micro-batches → their part of the mean loss, that of MTP's
+    own, and the first batch (x, y, images) whose loss is not finite, or else the last one.
     """
     settings, ranks = run.settings, run.ranks
     micros = ranks.micro_batches(settings.grad_accum)
-    loss, batch = 0.0, None
+    loss, mtp_loss, batch = 0.0, 0.0, None
     for micro in micros:
         x, y, images, weight = run.batches.get(run.step, micro)
         x, y, images = x.to(run.device), y.to(run.device), to_device(images, run.device)
@@ -201,12 +204,22 @@ def gradients(run):
         if math.isfinite(loss):                   # the sum so far: the culprit's batch is kept
             batch = x, y, images
         loss += micro_loss.item()
-    return loss, batch
+        if run.model.mtp:
+            mtp_loss += run.model.mtp_loss.item() * weight / len(micros)
+    return loss, mtp_loss, batch
 
 
 @torch.no_grad()
 def evaluate(model, tokens, settings, device, autocast, ranks=None, images=None):
+    """The model's own loss alone, of `losses`."""
+    return losses(model, tokens, settings, device, autocast, ranks, images)[0]
+
+
+@torch.no_grad()
+def losses(model, tokens, settings, device, autocast, ranks=None, images=None):
     """
+    The model's own loss, and MTP's (0 without it).
+
     Mean loss in nats per target over evenly spread windows, shared out over the ranks. A split of
     at most eval_batches · batch_size windows is read whole, its last one padded with targets of −1.
     images: those of the split, if it has any.
@@ -222,7 +235,7 @@ def evaluate(model, tokens, settings, device, autocast, ranks=None, images=None)
     else:
         windows = most
         starts = np.linspace(0, len(tokens) - context - 1, most).astype(np.int64)
-    total = read = 0.0
+    total = mtp_total = read = 0.0
     for i in range(0, len(starts), batch_size):
         ours = starts[i:i + batch_size][ranks.data_rank::ranks.data_ranks]
         # a rank without a window computes along: others may need its experts
@@ -237,10 +250,13 @@ def evaluate(model, tokens, settings, device, autocast, ranks=None, images=None)
         with autocast:
             loss = model(x.clamp(min=0), y, images=seen)[1].item()
         total += loss * share if share else 0
+        if share and getattr(model, "mtp", None):
+            mtp_total += model.mtp_loss.item() * share
         read += share
     model.train()
-    total, read = ranks.sum(total, read)
-    return total / read if images else total / ranks.context_ranks / windows
+    total, mtp_total, read = ranks.sum(total, mtp_total, read)
+    count = read if images else ranks.context_ranks * windows
+    return [total / count, mtp_total / count]
 
 
 def to_device(images, device):
@@ -596,15 +612,18 @@ class Log:
             self.dead = max(self.dead, layer["dead"])
             self.load[layer["layer"]] = self.load.get(layer["layer"], 0) + layer["load"]
 
-    def training(self, run, loss, lr, norm):
-        """The line for the steps since the last line. loss, lr and norm are those of this step."""
+    def training(self, run, loss, lr, norm, mtp_loss):
+        """The line for the steps since the last line. loss, lr, … are those of this step."""
         settings, step = run.settings, run.step
         tokens = tokens_per_step(settings) * (step - self.last_step)
         speed = tokens / (run.seconds - self.last_seconds)
         minutes = run.seconds / step * (settings.steps - step) / 60
         figures = dict(step=step, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=speed,
                        seconds=run.seconds, max_violation=self.violation, dead_experts=self.dead)
-        text = f"step {step:>6}/{settings.steps}  loss {loss:.4f}  {speed:>8,.0f} tokens/s"
+        ahead = ""
+        if run.model.mtp:
+            figures["mtp_loss"], ahead = mtp_loss, f"  MTP {mtp_loss:.4f}"
+        text = f"step {step:>6}/{settings.steps}  loss {loss:.4f}{ahead}  {speed:>8,.0f} tokens/s"
         if run.peak:
             context, _ = current_context(settings, step - 1)
             flops = speed * run.model.flops_per_token(context)
@@ -619,14 +638,17 @@ class Log:
         self.begin(run)
 
     def evaluation(self, run, losses):
-        """losses: {"train": nats per token, "val": …}."""
+        """losses: {"train": [nats per token, MTP's], "val": …}."""
         meta, figures = run.data.meta, dict(step=run.step, seconds=run.seconds)
-        for split, loss in losses.items():
+        for split, (loss, mtp_loss) in losses.items():
             targets = meta[f"{split}_tokens"] - meta.get(f"{split}_pads", 0)
             bits = loss / math.log(2) * targets / meta[f"{split}_bytes"]
             figures |= {f"{split}_loss": loss, f"{split}_bits_per_byte": bits}
-        self.write(f"step {run.step:>6}  train {losses['train']:.4f}  val {losses['val']:.4f} nats "
-                   f"per token  = {figures['val_bits_per_byte']:.4f} bits per byte  "
+            figures |= {f"{split}_mtp_loss": mtp_loss} if run.model.mtp else {}
+        ahead = f"; MTP {figures['val_mtp_loss']:.4f}" if run.model.mtp else ""
+        train, val = figures["train_loss"], figures["val_loss"]
+        self.write(f"step {run.step:>6}  train {train:.4f}  val {val:.4f} nats per token  = "
+                   f"{figures['val_bits_per_byte']:.4f} bits per byte{ahead}  "
                    f"({run.seconds:.0f} s)", figures)
 
     def write(self, text, figures, live=False):
@@ -766,8 +788,9 @@ def load_released(folder, given, enc):
     """
     config = K3Config.from_released(folder)
     own, asked = asdict(config), dict(given)
-    training = {name: asked.pop(name) for name in ("qat", "balance", "router_bias_ema")
-                if name in asked}
+    free = ["qat", "balance", "router_bias_ema", "mtp_weight"]
+    free += [] if config.mtp_layers else ["mtp_layers"]         # that layer may start fresh
+    training = {name: asked.pop(name) for name in free if name in asked}
     layers = {name: given[name] for name in ("mla_every", "full_attn_layers") if name in given}
     if layers:                    # two ways to say which layers are MLA: compared by what they mean
         mla = lambda config: [i + 1 for i in range(config.n_layer) if config.is_mla(i)]

@@ -78,6 +78,14 @@ OF_LAYER = [
     ("mlp_res_norm.weight",               "mlp_mix.norm.weight",       "d",          W,   "whole"),
     ("mlp_res_proj.weight",               "mlp_mix.w",                 "1 d",        W,   "row"),
 ]
+OF_MTP = [  # model.layers.N.… with N = num_hidden_layers → mtp.…; its MLA and MoE as elsewhere
+    ("enorm.weight",                      "enorm.weight",              "d",          W,   "whole"),
+    ("hnorm.weight",                      "hnorm.weight",              "d",          W,   "whole"),
+    ("eh_proj.weight",                    "eh_proj.weight",            "d 2*d",      W,   "whole"),
+    ("input_layernorm.weight",            "attn_norm.weight",          "d",          W,   "whole"),
+    ("post_attention_layernorm.weight",   "mlp_norm.weight",           "d",          W,   "whole"),
+    ("shared_head.norm.weight",           "norm.weight",               "d",          W,   "whole"),
+]
 OF_KDA = [  # self_attn.… → attn.…
     ("q_proj.weight",                     "q_proj.weight",             "H*K d",      W,   "whole"),
     ("k_proj.weight",                     "k_proj.weight",             "H*K d",      W,   "whole"),
@@ -156,6 +164,7 @@ SIZES = name_pairs("""
     moe_intermediate_size  routed_expert_hidden_size  routed_scaling_factor
     activation_situ_beta:situ_beta  activation_situ_linear_beta:situ_linear_beta
     attn_res_block_size  rms_norm_eps""")
+MTP_SIZES = name_pairs("num_nextn_predict_layers:mtp_layers")
 KDA_SIZES = name_pairs("""
     head_dim:kda_key_dim  short_conv_kernel_size:conv_size  gate_lower_bound:g_min""")
 VISION_SIZES = name_pairs("""
@@ -166,9 +175,9 @@ FLOATS = {"routed_scaling_factor", "activation_situ_beta", "activation_situ_line
           "rms_norm_eps", "gate_lower_bound"}
 # What a missing one means; the others must be there
 MISSING = {"routed_scaling_factor": 1.0, "activation_situ_beta": 1.0,
-           "activation_situ_linear_beta": None}
+           "activation_situ_linear_beta": None, "num_nextn_predict_layers": 0}
 LIMITS = {"num_hidden_layers": range(1, 1001), "vt_num_hidden_layers": range(1, 1001),
-          "head_dim": range(1, 1 << 24)}
+          "head_dim": range(1, 1 << 24), "num_nextn_predict_layers": range(2)}
 # Fields of which this code computes one value. MUST: leaving them out means something else. ONLY:
 # leaving them out means the same, or the tensors would tell.
 MUST = {"hidden_act": "situ", "mla_use_nope": True}
@@ -182,7 +191,6 @@ ONLY = {
     "topk_group": 1,
     "topk_method": "noaux_tc",
     "tie_word_embeddings": False,
-    "num_nextn_predict_layers": 0,
     "rope_scaling": None,
 }
 KDA_ONLY = {"use_full_rank_gate": True}
@@ -233,12 +241,17 @@ def parts(config):
         yield OF_PROJECTOR, "mm_projector.", "vision."
     for i in range(config.vit_layers):
         yield OF_BLOCK, f"vision_tower.encoder.blocks.{i}.", f"vision.blocks.{i}."
+    if config.mtp_layers:
+        there = f"model.layers.{config.n_layer}."
+        yield OF_MTP, there, "mtp."
+        yield OF_MLA, there + "self_attn.", "mtp.attn."
+        yield OF_MOE, there + "block_sparse_moe.", "mtp.mlp."
 
 
 def letters(c):
     """What the letters and words of a shape stand for. c: K3Config."""
     return {
-        "1": 1, "vocab": c.vocab_size, "d": c.n_embd, "H": c.n_head,
+        "1": 1, "2": 2, "vocab": c.vocab_size, "d": c.n_embd, "H": c.n_head,
         "K": c.kda_key_dim, "V": c.kda_value_dim, "conv": c.conv_size,
         "q_lora": c.q_lora_rank, "R": c.kv_lora_rank, "R+rope": c.kv_lora_rank + c.qk_rope_head_dim,
         "key": c.qk_nope_head_dim + c.qk_rope_head_dim,
@@ -302,11 +315,11 @@ def read_config(folder):
     try:
         text = inner(whole, "text_config") if "text_config" in whole else whole
         kda = inner(text, "linear_attn_config")
-        given = read_sizes(text, SIZES) | read_sizes(kda, KDA_SIZES)
+        given = read_sizes(text, SIZES | MTP_SIZES) | read_sizes(kda, KDA_SIZES)
         heads = given["n_head"]
         tied = text.get("tie_word_embeddings", False) or whole.get("tie_word_embeddings", False)
         check_fields(text | {"tie_word_embeddings": tied}, MUST,
-                     ONLY | {"num_key_value_heads": heads}, {*SIZES, *INERT})
+                     ONLY | {"num_key_value_heads": heads}, {*SIZES, *MTP_SIZES, *INERT})
         check_fields(kda, {"num_heads": heads}, KDA_ONLY,
                      {*KDA_SIZES, "full_attn_layers", "kda_layers"}, "linear_attn_config.")
         mla = mla_layers(kda, given["n_layer"])
@@ -827,6 +840,7 @@ def released_config(config, dtype, experts, special):
         "num_key_value_heads": config.n_head,
         **MUST,
         **ONLY,
+        "num_nextn_predict_layers": config.mtp_layers,
         "use_grouped_topk": True,
         "max_position_embeddings": 1 << 20,
         "use_cache": True,
@@ -861,7 +875,7 @@ def released_config(config, dtype, experts, special):
 
 def check_words(config):
     words = dict(attn_res="block", kda_key_dim=config.kda_value_dim, kda_gate="sigmoid",
-                 latent_norm=True, situ_beta=config.situ_beta or "a number")
+                 latent_norm=True, situ_beta=config.situ_beta or "a number", mtp_features=False)
     for name, only in words.items():
         if getattr(config, name) != only:
             raise ValueError(f"{name} = {getattr(config, name)!r}: a released config has words for "
@@ -1093,7 +1107,7 @@ def describe(model, folder):
     print(f"architecture    {c.n_layer} layers, {kda} KDA and {mla} MLA; {dense} dense, "
           f"{c.n_layer - dense} LatentMoE of {c.num_experts} experts, {c.num_experts_per_token} "
           f"for a token, {c.num_shared_experts} shared; {c.attn_res_block_size} layers a block of "
-          "AttnRes")
+          "AttnRes" + "; an MTP layer" * c.mtp_layers)
     print(f"                width {c.n_embd}, {c.n_head} heads, KDA state "
           f"{c.kda_key_dim}×{c.kda_value_dim}, latents of MLA {c.kv_lora_rank} + "
           f"{c.qk_rope_head_dim}, of the experts {c.routed_expert_hidden_size}; "
