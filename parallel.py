@@ -331,5 +331,6 @@ class Ranks:
 def counted(model):
     """What a model counts between updates: tokens by expert; the largest logits by head."""
     counts = [x for moe in model.moes().values() for x in (moe.histogram.counts, moe.load)]
-    logits = [layer.attn.max_logit for layer in model.all_layers() if hasattr(layer.attn, "max_logit")]
+    layers = model.all_layers()
+    logits = [layer.attn.max_logit for layer in layers if hasattr(layer.attn, "max_logit")]
     return counts, logits

@@ -17,6 +17,7 @@ processes, or a compiler.
     -k muon        Newton-Schulz, heads, QK-Clip
     -k model     * sizes, initialisation, wiring, cached calls, drawing tokens, torch.compile
     -k mla         no positions, the slow definition
+    -k mtp         the layer and its loss, decoding against plain sampling, the fine-tuned draft
     -k vision    * the tower, preprocessing, images in K3 and in training, a released tower
     -k data      * tokenizers, prepare.py, corpora
     -k train     * resuming, checkpoints, signals, settings, schedule, batches
@@ -32,6 +33,7 @@ import contextlib
 import copy
 import dataclasses
 import fcntl
+import functools
 import gzip
 import hashlib
 import http.server
@@ -71,6 +73,7 @@ import kda
 import mla
 import model
 import moe
+import mtp
 import muon
 import ops
 import parallel
@@ -2224,6 +2227,284 @@ def test_vision_tower_without_a_config_is_skipped(tmp_path, capsys):
     m = K3.from_pretrained(edited(tmp_path, lambda c: c.pop("vision_config")))
     assert m.vision is None and m.config.vit_layers == 0
     assert "skipped 18 tensors of the vision tower" in capsys.readouterr().err
+
+
+# ---- mtp.py
+
+SIXTEEN = dict(vocab_size=16, n_layer=2, n_embd=16, n_head=2, mla_every=2, q_lora_rank=8,
+               kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=8,
+               intermediate_size=16, num_experts=4, moe_intermediate_size=8,
+               routed_expert_hidden_size=8, mtp_layers=1)
+
+
+def random_draft(model, probabilities, cache, text, count):
+    """Of its own distributions, which have nothing to do with the model's."""
+    q = probabilities(torch.randn(count, model.config.vocab_size))
+    return torch.multinomial(q, 1)[:, 0], q
+
+
+def perfect_draft(model, probabilities, cache, text, count):
+    """The draft is the model, which reads everything anew."""
+    d, q = [], []
+    for _ in range(count):
+        q.append(probabilities(model(text)[0][0, -1:]))
+        d.append(torch.multinomial(q[-1], 1)[0])
+        text = torch.cat([text, d[-1].unsqueeze(0)], dim=1)
+    return torch.cat(d), torch.cat(q)
+
+
+def one_layer_by_hand(m, idx):
+    """MTP's m and the loss of x_{t+2}, from the report's lines, position by position of t."""
+    f, stream = m.mtp, attnres.Stream(m.embed(idx))
+    for layer in m.layers:
+        layer(stream)
+    h, e = stream.read(m.out_mix)[:, :-1], m.embed(idx[:, 1:])
+    u = torch.cat([f.enorm(e), f.hnorm(h)], -1) @ f.eh_proj.weight.T
+    a = u + f.attn(f.attn_norm(u))
+    z = a + f.mlp(f.mlp_norm(a))
+    return z, m.lm_head(f.norm(z))
+
+
+def test_mtp_layer_and_loss():
+    m = tiny_model(mtp_layers=1)
+    idx = torch.randint(0, 61, (3, 12))
+    x, y = idx[:, :-1], idx[:, 1:].clone()
+    total, main = m(x, y)[1], m.eval()(x, y)[1]
+    _, logits = one_layer_by_hand(m, x)  # positions 0 … 9 of 11, targets x_2 … x_11
+    ahead = F.cross_entropy(logits.flatten(0, 1), idx[:, 2:].flatten())
+    assert torch.allclose(m.mtp_loss, ahead, rtol=1e-5)
+    assert torch.allclose(total, main + 0.3 * ahead, rtol=1e-5)
+    y[0, 3:6] = -1  # as a target of t + 1, ignored with the positions that predict it
+    m(x, y)
+    some = F.cross_entropy(logits.flatten(0, 1), y[:, 1:].flatten(), ignore_index=-1)
+    assert torch.allclose(m.mtp_loss, some, rtol=1e-5)
+    m.train()
+    m.update_router_bias()
+    m(x, y)
+    loads = [figures["load"].sum().item() for figures in m.update_router_bias()]
+    assert loads[-1] == (y[:, 1:] != -1).sum() * 2 and len(loads) == 3
+    assert m(x[:, :1], y[:, :1])[1].isfinite() and m.mtp_loss == 0  # no x_{t+2} at all
+
+
+def test_mtp_without_it_nothing_changes():
+    plain, with_mtp = tiny_model(), tiny_model(mtp_layers=1)
+    names = [name for name, _ in plain.named_parameters()]
+    longer = [name for name, _ in with_mtp.named_parameters()]
+    assert longer[:len(names)] == names
+    assert all(name.startswith("mtp.") for name in longer[len(names):])
+    assert with_mtp.num_active_params() == plain.num_active_params()
+    own = sum(p.numel() for p in with_mtp.mtp.parameters()) + 8  # and the router bias
+    assert with_mtp.num_params() - plain.num_params() == own
+    active = own - 6 * 3 * 16 * 16  # 2 of 8 experts, three matrices of 16 × 16 each
+    head, attention = 61 * 32, 2 * (12 + 4 + 8) * 64 // 2
+    extra = with_mtp.flops_per_token(64) - plain.flops_per_token(64)
+    assert extra == 6 * (active + head + attention)
+    with_mtp.configure_optimizers(1e-3)  # asserts that every parameter is in one list
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_mtp_learns_the_token_after_the_next(shift, monkeypatch):
+    """The text 0 1 2 3 …; with the targets moved by one more, x_t + 2 is not what is learned."""
+    if shift:
+        moved = mtp.next_ones
+        monkeypatch.setattr(mtp, "next_ones", lambda x, group=None: moved(moved(x)) if x.dim() == 2
+                            else moved(x))
+    torch.manual_seed(0)
+    m = K3(K3Config(**SIXTEEN))
+    optimizer = m.configure_optimizers(lr=1e-2)
+    for _ in range(40):
+        idx = (torch.randint(0, 16, (8, 1)) + torch.arange(13)) % 16
+        m(idx[:, :-1], idx[:, 1:])[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        m.update_router_bias()
+    x = (torch.arange(12) % 16).unsqueeze(0)
+    _, logits = one_layer_by_hand(m.eval(), x)
+    learned = (logits.argmax(-1)[0] == (x[0, :-1] + 2) % 16).float().mean()
+    assert learned < 0.1 if shift else learned == 1
+
+
+@pytest.mark.parametrize("draft", [None, random_draft, perfect_draft])
+@pytest.mark.parametrize("gamma", [1, 3, 5])
+def test_mtp_greedy_text(draft, gamma):
+    m = tiny_model(mtp_layers=1).eval()
+    greedy = lambda logits: model.probabilities(logits, 0, None, None)
+    draft = draft and functools.partial(draft, m, greedy)
+    for seed, length in enumerate((1, 2, 9)):  # prompts shorter than the convolution, too
+        idx = torch.randint(0, 61, (1, length), generator=torch.Generator().manual_seed(seed))
+        plain = m.generate(idx, 30, temperature=0)
+        new = [*mtp.speculate(m, idx, 30, gamma, greedy, draft)]
+        assert torch.equal(torch.cat([idx, *new], dim=1), plain)
+    if draft and draft.func is perfect_draft:
+        assert m.mtp.kept / m.mtp.rounds > 0.9 * (gamma + 1)
+
+
+def test_mtp_lengths_rows_and_streams():
+    m = tiny_model(mtp_layers=1)
+    idx = torch.randint(0, 61, (2, 5))
+    for count in (1, 2, 4):  # γ larger than what is left
+        plain = m.generate(idx, count, temperature=0)
+        assert torch.equal(m.generate(idx, count, temperature=0, draft=9), plain)
+    stream = m.generate(idx, 12, temperature=0, draft=2, stream=True)
+    tokens = []
+    for token in stream:
+        assert token.shape == (2, 1) and m.training  # between tokens, the caller's mode
+        tokens.append(token)
+    assert torch.equal(torch.cat([idx, *tokens], 1), m.generate(idx, 12, temperature=0))
+    assert m.generate(idx, 20, draft=3, vocab_size=20)[:, 5:].max() < 20
+    with pytest.raises(ValueError, match="at least 1 token; got 0"):
+        m.generate(idx, 4, draft=0)
+    with pytest.raises(ValueError, match="mtp_layers = 0"):
+        tiny_model().generate(idx, 4, draft=2)
+    other = lambda cache, text, count: (torch.zeros(count, dtype=torch.int64), torch.ones(count, 9))
+    with pytest.raises(ValueError, match="a vocabulary of 9 tokens, the model one of 61"):
+        list(mtp.speculate(m, idx[:1], 4, 2, lambda logits: logits.softmax(-1), other))
+
+
+class TableModel:
+    """The next token depends on the last one alone: logits are rows of a table."""
+
+    def __init__(self, table):
+        self.table, self.layers, self.training = table, [], False
+        self.mtp = SimpleNamespace(rounds=0, kept=0)
+
+    def __call__(self, idx, cache, last_only, images):
+        cache[-1].update(taps=idx, embedded=idx)
+        return self.table[idx[:, -1:] if last_only else idx], None
+
+    def new_cache(self, rows, draft):
+        return [{}]
+
+    def train(self, mode=True):
+        return self
+
+    eval = train
+
+
+def surprise(x, p):
+    """
+    x (n): a text of a chain with transitions p (16, 16) → χ² of its pairs, in standard deviations
+    above what it would be on average.
+    """
+    pairs = torch.bincount(x[:-1] * 16 + x[1:], minlength=256).view(16, 16)
+    if (pairs > 0)[p == 0].any():
+        return math.inf
+    expected = pairs.sum(1, keepdim=True) * p
+    tested = expected >= 2
+    chi = ((pairs - expected)[tested].square() / expected[tested]).sum()
+    freedom = tested.sum() - 16
+    return ((chi - freedom) / (2 * freedom) ** 0.5).item()
+
+
+def unnormalised(d, p, q):
+    """accept with a fault: the residual is drawn from as if it summed to 1."""
+    passes = [torch.rand(()) * q[i, x] < p[i, x] for i, x in enumerate(d)]
+    r = passes.index(False) if False in passes else len(d)
+    rest = (p[r] - q[r]).clamp(min=0) if r < len(d) else p[r]
+    last = torch.searchsorted(rest.cumsum(0), torch.rand(1)).clamp(max=15)
+    return torch.cat([d[:r], last])
+
+
+@pytest.mark.parametrize("top_k, top_p, fault, tokens", [
+    (None, None, "", 8000), (None, 0.8, "", 8000), (5, None, "", 8000),
+    (None, None, "unnormalised", 2000), (None, 0.8, "p only", 8000), (5, None, "p only", 8000)])
+def test_mtp_sampled_pairs(top_k, top_p, fault, tokens, monkeypatch):
+    """A text at temperature 1 against the exact distribution of pairs, by χ²."""
+    torch.manual_seed(0)
+    table, draft_table = torch.randn(16, 16) * 1.5, torch.randn(16, 16) * 1.5
+    draft_table = (table + draft_table) / 2
+    allowed = lambda logits: model.probabilities(logits, 1.0, top_k, top_p)
+    p, q = allowed(table), allowed(draft_table)
+    tested = draft_table.softmax(-1) if fault == "p only" else q  # drawn from q, tested against it
+    if fault == "unnormalised":
+        monkeypatch.setattr(mtp, "accept", unnormalised)
+
+    def draft(cache, text, count):
+        d = [text[0, -1]]
+        for _ in range(count):
+            d.append(torch.multinomial(q[d[-1]], 1)[0])
+        return torch.stack(d[1:]), tested[torch.stack(d[:-1])]
+    m = TableModel(table)
+    start = torch.zeros(1, 1, dtype=torch.int64)
+    x = torch.cat([*mtp.speculate(m, start, tokens, 3, allowed, draft)]).flatten()
+    assert len(x) == tokens and 1.5 < m.mtp.kept / m.mtp.rounds < 4
+    assert surprise(x, p) > 10 if fault else surprise(x, p) < 4
+
+
+def test_mtp_sampled_text():
+    """The same with a model and its own layer, all settings at once, against plain sampling."""
+    torch.manual_seed(0)
+    m = K3(K3Config(**SIXTEEN)).eval()
+    with torch.no_grad():
+        for p in m.parameters():
+            if p.abs().sum() == 0:
+                p.normal_(std=0.3)
+    idx, how = torch.zeros(200, 1, dtype=torch.int64), dict(temperature=0.9, top_k=12, top_p=0.9)
+    plain = m.generate(idx, 12, **how)[:, 2:]
+    drafted = m.generate(idx, 12, draft=2, **how)[:, 2:]
+    a, b = (torch.bincount(x.flatten(), minlength=16) for x in (plain, drafted))
+    there = a + b > 10
+    chi = ((a - b).square() / (a + b))[there].sum()
+    freedom = there.sum() - 1
+    assert (chi - freedom) / (2 * freedom) ** 0.5 < 4
+
+
+def test_mtp_lk_gradient():
+    torch.manual_seed(0)
+    z = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
+    p, w = torch.randn(5, 11, dtype=torch.float64).softmax(-1), torch.rand(5, dtype=torch.float64)
+    ours, = torch.autograd.grad((mtp.LK.apply(z, p) * w).sum(), z)
+    by_autograd = -torch.minimum(p, z.softmax(-1)).sum(-1).log()
+    truth, = torch.autograd.grad((by_autograd * w).sum(), z)
+    assert error(ours, truth) < 1e-12
+
+
+def test_mtp_chains_are_decoding():
+    """Step i of the chain from t gives the logits that a draft has in decoding, W_E3 included."""
+    m = tiny_model(mtp_layers=1, mtp_features=True).eval()
+    idx, t, seen = torch.randint(0, 61, (2, 20)), 7, []
+    keep = lambda logits, p: (seen.append(logits), logits.sum(-1))[1]
+    mtp.unrolled(m, idx, keep, steps=4)
+    cache = m.new_cache(1, draft=True)
+    m(idx[1:, :t + 1], cache=cache)
+    own = cache[-1]
+    f = m.mtp.features(own["taps"])
+    e = torch.cat([own["embedded"][:, 1:], m.embed(idx[1:, t + 1:t + 2])], dim=1)
+    for i in range(4):
+        f = m.mtp(f, e, own)[:, -1:]
+        assert error(m.lm_head(m.mtp.norm(f))[0, 0], seen[i][1, t]) < 1e-4
+        e = m.embed(idx[1:, t + 2 + i:t + 3 + i])
+
+
+def test_mtp_fine_tuning():
+    torch.manual_seed(0)
+    m, losses = tiny_model(mtp_layers=1), []
+    frozen = {name: p.clone() for name, p in m.named_parameters() if not name.startswith("mtp.")}
+    batch = lambda: torch.randint(0, 61, (4, 24))
+    mtp.fine_tune(m, [batch] * 20, 3e-3, log=lambda step, each: losses.append(sum(each)))
+    assert losses[-1] < losses[0] and m.config.mtp_features
+    assert all(torch.equal(p, dict(m.named_parameters())[name]) for name, p in frozen.items())
+    idx = torch.randint(0, 61, (1, 4))
+    assert torch.equal(m.generate(idx, 12, temperature=0, draft=3),
+                       m.generate(idx, 12, temperature=0))
+
+
+def test_mtp_weights(tmp_path):
+    m = tiny_model(mtp_layers=1)
+    m.save_pretrained(tmp_path / "a")
+    text = json.loads((tmp_path / "a/config.json").read_text())["text_config"]
+    assert text["num_nextn_predict_layers"] == 1
+    names = safetensors.torch.load_file(tmp_path / "a/model.safetensors").keys()
+    own = {name.partition("layers.3.")[2] for name in names if "layers.3." in name}
+    assert own >= {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight",
+                   "input_layernorm.weight", "self_attn.kv_b_proj.weight",
+                   "block_sparse_moe.gate.e_score_correction_bias"}
+    back, state = K3.from_pretrained(tmp_path / "a").state_dict(), m.state_dict()
+    assert back.keys() == state.keys() and all(torch.equal(back[k], state[k]) for k in back)
+    tiny_model().save_pretrained(tmp_path / "b")
+    fresh = K3.from_pretrained(tmp_path / "b", mtp_layers=1).mtp
+    assert fresh.eh_proj.weight.std() > 0 and not fresh.attn.o_proj.weight.any()
+    assert (fresh.norm.weight == 1).all()
 
 
 # ---- data/tokenizer.py and data/prepare.py
@@ -5371,7 +5652,7 @@ def quantized(**how):
     (dict(mla_use_output_gate=False), "mla_use_output_gate"),
     (dict(latent_moe_use_norm=False), "latent_moe_use_norm"),
     (dict(sliding_window=4096), "sliding_window"),
-    (dict(num_nextn_predict_layers=1), "num_nextn_predict_layers"),
+    (dict(num_nextn_predict_layers=2), "num_nextn_predict_layers"),
     (dict(num_key_value_heads=1), "num_key_value_heads"),
     (dict(kv_lora_rank=None), "kv_lora_rank"),
     (dict(num_shared_experts=0), "num_shared_experts"),
