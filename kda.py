@@ -386,7 +386,8 @@ def compose(P, own, state):
 def kda(q, k, v, g, beta, state=None):
     """
     kda_recurrent's arguments and results, the fastest way: Triton on a GPU if it can take these
-    widths; else the recurrence for a few tokens, and chunks for more. g must lie in [−5.9, 0];
+    widths; else the recurrence for a token or two, the plain chunk for a few more without gradients
+    (a model reads the drafts of speculative decoding so), and tiles. g must lie in [−5.9, 0];
     Triton does not look. Its kernel for one token without gradients changes `state` in place; all
     else returns a new one.
     """
@@ -394,8 +395,10 @@ def kda(q, k, v, g, beta, state=None):
         if q.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
             return kernels.kda_decode(q, k, v, g, beta, state), state
         return kernels.kda(q, k, v, g, beta, state, look_at_g=False)
-    if q.shape[1] <= 4:
+    if q.shape[1] <= 2:
         return kda_recurrent(q, k, v, g, beta, state)
+    if q.shape[1] <= TILE and not torch.is_grad_enabled():
+        return kda_chunk_plain(q, k, v, g, beta, state, chunk=TILE)
     # CPUs are faster with short chunks. Not by batch size: a row must not depend on its neighbours
     return kda_chunk(q, k, v, g, beta, state, chunk=64 if q.is_cuda else 16)
 

@@ -173,11 +173,12 @@ def accept(d, p, q):
 
 def keep(model, cache, count, window):
     """Take back the last call's tokens, `window` of them, but for the first `count` (§5.4.2)."""
+    kept = torch.tensor([count], device=cache[-1]["taps"].device)
     for layer, own in zip(model.layers, cache):
         if "latents" in own:
             own["length"] -= window - count
         elif count < window:
-            layer.attn.keep(own, torch.tensor([count], device=own["state"].device))
+            layer.attn.keep(own, kept)
     for name in ("taps", "embedded"):
         cache[-1][name] = cache[-1][name][:, :count]
 
@@ -205,11 +206,13 @@ def draft_tokens(model, probabilities, cache, text, count):
 def evaluating(model):
     """In eval mode inside. Outside, between two tokens, the mode is the caller's."""
     was_training = model.training
-    model.eval()
+    if was_training:  # to set it in every module takes as long as a layer
+        model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        if was_training:
+            model.train()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -3949,7 +3949,7 @@ def test_train_nothing_moves_before_the_first_step(at_home, five_steps, monkeypa
                 train_here("--steps=2", "--out_dir=out/early", *arguments)
             assert contents() == before and not Path("out/early.1").exists()
         ids = torch.zeros(2, 24, dtype=torch.int64)
-        patch.setattr(train, "gradients", lambda run: (math.nan, (ids, ids, None)))
+        patch.setattr(train, "gradients", lambda run: (math.nan, 0.0, (ids, ids, None)))
         with pytest.raises(FloatingPointError, match="step 1.*checkpoint is none"):
             train_here("--steps=2", "--out_dir=out/early")
         assert contents() == before and not Path("out/early.1").exists()
