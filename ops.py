@@ -121,3 +121,57 @@ class _Linears(torch.autograd.Function):
         rows = x.flatten(0, -2).to(dtype)
         dweights = [(dy.mT @ rows).to(w.dtype) for dy, w in zip(dys, weights)]
         return dx.view(x.shape).to(x.dtype), *dweights
+
+
+# ------------------------------------------------------------------------------------------------
+# The head and its loss in one
+
+def cross_entropy(x, weight, targets):
+    """
+    The mean cross-entropy of a linear map without all of its logits at once: x (n, d), weight
+    (vocab, d), targets (n) int64, of which −1 is ignored → a scalar in fp32, 0 if all are ignored.
+    It is F.cross_entropy(x @ weight.T, targets, ignore_index=-1).
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight = (y.to(torch.get_autocast_dtype(x.device.type)) for y in (x, weight))
+    with torch.autocast(x.device.type, enabled=False):
+        return _CrossEntropy.apply(x, weight, targets)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """
+    The gradients are made in the forward pass, where the logits are; a piece of rows at a time.
+    With p the softmax of a row but for its target, where it is −rest, rest being the sum of all
+    others, dlogits = p, and a bf16 p keeps its digits even where the target's own is near 1.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets):
+        d = x.shape[1]
+        counted = (targets != -1).unsqueeze(1)  # (n, 1)
+        count, targets = counted.sum().clamp(min=1), targets.clamp(min=0).unsqueeze(1)
+        wide = F.pad(weight, (0, 8), value=1)  # a product with ones gives sums, too
+        loss, dx, dw = 0, torch.empty_like(x), torch.zeros_like(weight)
+        at_once = (2 ** 24 if x.device.type == "cpu" else 2 ** 29) // weight.shape[0] // x.itemsize
+        for rows, drows, target, taken in zip(*(y.split(max(1, at_once))
+                                                for y in (x, dx, targets, counted))):
+            logits = rows @ weight.mT  # (rows, vocab)
+            p, logit = logits.softmax(-1), logits.gather(1, target)
+            p_target = fp32(p.gather(1, target))
+            sums = p.scatter_(1, target, 0) @ wide  # (rows, d + 8)
+            rest = sums[:, d:d + 1]
+            # of p_target and 1 − rest, the one with more digits; where p_target is 0 in fp32, Σ p
+            # logits takes the place of logsumexp, which is more by p's entropy
+            mean = (sums[:, :d] * rows).sum(1, keepdim=True)
+            nats = torch.where(p_target > 1e-37, -p_target.log(), fp32(mean - logit))
+            nats = torch.where(rest < 0.5, -torch.log1p(-fp32(rest)), nats)
+            loss = loss + nats.where(taken, 0).sum()
+            torch.mul(sums[:, :d] - rest * weight[target[:, 0]], taken, out=drows)
+            dw.addmm_(p.scatter_(1, target, -rest).mT, rows * taken)
+        ctx.save_for_backward(dx, dw, count)
+        return loss / count
+
+    @by_hand
+    def backward(ctx, dloss):
+        dx, dw, count = ctx.saved_tensors
+        return dx * (dloss / count).to(dx.dtype), dw * (dloss / count).to(dx.dtype), None

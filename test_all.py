@@ -211,6 +211,40 @@ def test_attnres_keeps_no_copies():
     assert added < 4 * 20 * tokens + 4 * d
 
 
+@pytest.mark.parametrize("rows, ignored", [(5, 0), (40, 7), (40, 40), (900, 300)])
+def test_ops_cross_entropy(rows, ignored):
+    """Against F.cross_entropy: the loss and its gradients, through two losses of one head."""
+    torch.manual_seed(0)
+    vocab = 4000  # 900 rows come in two pieces
+    x, w = torch.randn(2, rows, 8).double() * 3, torch.randn(vocab, 8).double()
+    targets = torch.randint(0, vocab, (2, rows))
+    targets[:, rows - ignored:] = -1
+    x[0, 0] = 50 * w[targets[0, 0]] / w[targets[0, 0]].norm()  # one that is nearly sure
+    x[1, 0] = -20 * w[targets[1, 0]]  # and one that is surely wrong
+
+    def run(loss):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        losses = [loss(leaves[0][i], leaves[1], targets[i]) for i in range(2)]
+        grads = torch.autograd.grad(0.3 * losses[0] + 2 * losses[1], leaves)
+        return torch.stack(losses).detach(), *grads
+
+    def definition(x, w, targets):
+        return F.cross_entropy(x @ w.T, targets.clamp(min=0), reduction="none").where(
+            targets != -1, 0).sum() / (targets != -1).sum().clamp(min=1)
+    expected = run(definition)
+    # where a probability underflows, the loss is exact but for an entropy
+    for ours, theirs, most in zip(run(ops.cross_entropy), expected, (1e-6, 1e-12, 1e-12)):
+        assert ours.isfinite().all() and (ours - theirs).norm() <= most * theirs.norm()
+    x, w = x.float(), w.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = run(ops.cross_entropy)
+        theirs = run(lambda x, w, t: definition(x.bfloat16(), w.bfloat16(), t))
+    for ours, other, exact in zip(half, theirs, expected):
+        assert ours.dtype == torch.float32
+        noise = (other - exact).norm() + 0.004 * exact.norm()  # what bf16 logits cost anyway
+        assert ours.isfinite().all() and (ours - exact).norm() <= 1.5 * noise
+
+
 # ---- kda.py
 
 def kda_inputs(B, T, H, K, V, seed=0, dtype=torch.float64):
