@@ -17,6 +17,7 @@ even none. There and back, forward and backward, a token costs 8·k·ℓ bytes i
 """
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -68,7 +69,8 @@ def plan_redundant(counts, ranks):
 def dispatch(by_expert, E, group, balance_ranks):
     """
     by_expert (rows): the expert of each of this rank's rows, ascending. The ranks exchange E counts
-    each, and all derive the same plan from them. → a namespace:
+    each, and all derive the same plan from them: of (ranks, E) numbers on the host, which has to
+    know how much to send, and of rows only where they are. → a namespace:
 
         by_worker                          order that sorts this rank's rows by who computes them
         send, receive                      rows to and from each rank
@@ -80,30 +82,46 @@ def dispatch(by_expert, E, group, balance_ranks):
     own = E // ranks
     all_counts = torch.empty(ranks, E, dtype=torch.int64, device=device)
     dist.all_gather(list(all_counts), torch.bincount(by_expert, minlength=E), group=group)
-    counts = all_counts.cpu()  # (source, E)
-    plan = (plan_redundant if balance_ranks else at_home)(counts.sum(0), ranks)  # (worker, E)
+    counts = all_counts.cpu().numpy()  # (source, E)
+    plan = plan_redundant if balance_ranks else at_home
+    plan = plan(torch.from_numpy(counts.sum(0)), ranks).numpy()  # (worker, E)
 
     # all rows of an expert stand in one line, rank 0's first; workers take from its head, in order
-    came_end = counts.cumsum(0).unsqueeze(1)  # (source, 1, E)
-    taken_end = plan.cumsum(0)  # (worker, E)
-    came_start, taken_start = came_end - counts.unsqueeze(1), taken_end - plan
-    overlap = torch.minimum(came_end, taken_end) - torch.maximum(came_start, taken_start)
-    flow = overlap.clamp(min=0)  # (source, worker, E)
-    worker = torch.arange(ranks).repeat(E).repeat_interleave(flow[me].T.flatten())  # (rows)
+    came_end, taken_end = counts.cumsum(0), plan.cumsum(0)
+    came_start, taken_start = came_end - counts, taken_end - plan
+    overlap = lambda end, other, start, later: np.maximum(
+        np.minimum(end, other) - np.maximum(start, later), 0)
+    sent = overlap(came_end[me], taken_end, came_start[me], taken_start)  # (worker, E)
+    came = overlap(came_end, taken_end[me], came_start, taken_start[me])  # (source, E)
 
-    borrows = (plan > 0) & ~is_home(E, ranks)  # (worker, E)
-    lent = borrows.view(ranks, ranks, own).sum(-1)  # (worker, home): how many experts
+    home = np.arange(E) // own  # by expert
+    borrows = (plan > 0) & (home != np.arange(ranks)[:, None])  # (worker, E)
+    lent = borrows.reshape(ranks, ranks, own).sum(-1)  # (worker, home): how many experts
     ours = slice(me * own, me * own + own)
-    here = torch.cat([torch.arange(E)[ours], borrows[me].nonzero().squeeze(1)])  # computed here
-    slot = torch.full((E,), -1).scatter_(0, here, torch.arange(len(here)))
-    slot_of_row = slot.repeat(ranks).repeat_interleave(flow[:, me].flatten())  # (n) rows that come
+    here = np.concatenate([np.arange(E)[ours], borrows[me].nonzero()[0]])  # computed here
+    # rows are sent by expert, from rank to rank; here they go by slot
     return SimpleNamespace(
-        by_worker=worker.argsort(stable=True).to(device),
-        send=flow[me].sum(1).tolist(), receive=flow[:, me].sum(1).tolist(),
-        by_slot=slot_of_row.argsort(stable=True).to(device),
-        ends=plan[me, here].cumsum(0).int().to(device),
-        lend=borrows[:, ours].nonzero()[:, 1].to(device),
+        by_worker=order_of_runs(sent, starts(sent.T).T, device),
+        by_slot=order_of_runs(came.T[here], starts(came).T[here], device),
+        send=sent.sum(1).tolist(), receive=came.sum(1).tolist(),
+        ends=torch.from_numpy(plan[me, here].cumsum().astype(np.int32)).to(device),
+        lend=torch.from_numpy(borrows[:, ours].nonzero()[1]).to(device),
         lend_counts=lent[:, me].tolist(), borrow_counts=lent[me].tolist())
+
+
+def starts(counts):
+    """counts: of runs of rows that follow each other → where each begins."""
+    return counts.cumsum().reshape(counts.shape) - counts
+
+
+def order_of_runs(counts, begins, device):
+    """
+    Runs of rows, in the order in which they are to stand: how many in each, and where each begins
+    now → the order (rows) that moves them there.
+    """
+    moves = torch.from_numpy(np.stack([begins - starts(counts), counts]).reshape(2, -1)).to(device)
+    n = int(counts.sum())
+    return moves[0].repeat_interleave(moves[1], output_size=n) + torch.arange(n, device=device)
 
 
 # ------------------------------------------------------------------------------------------------
