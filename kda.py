@@ -392,8 +392,9 @@ def kda(q, k, v, g, beta, state=None):
     else returns a new one.
     """
     if kernels and kernels.fits(q, v):
-        if q.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
-            return kernels.kda_decode(q, k, v, g, beta, state), state
+        if q.shape[1] <= TILE and state is not None and not torch.is_grad_enabled():
+            new_state = state if q.shape[1] == 1 else torch.empty_like(state)
+            return kernels.kda_decode(q, k, v, g, beta, state, new_state), new_state
         return kernels.kda(q, k, v, g, beta, state, look_at_g=False)
     if q.shape[1] <= 2:
         return kda_recurrent(q, k, v, g, beta, state)
@@ -482,7 +483,10 @@ class KDA(nn.Module):
             raise ValueError('cache["window"]: set it to None before the call that keep cuts short')
         state, tails, *inputs, k, v, g, beta = cache["window"]
         B, T = k.shape[:2]
-        if T > 1:  # with g = β = 0, a token leaves the state alone
+        if T > 1 and kernels and kernels.fits(k, v):
+            kernels.kda_decode(k, k, v, g, beta, state, kept=count)
+            cache["state"] = state
+        elif T > 1:  # with g = β = 0, a token leaves the state alone
             k, v, g, beta = (y[:, :count.max()] for y in (k, v, g, beta))
             rejected = torch.arange(k.shape[1], device=k.device) >= count.unsqueeze(1)  # (B, T)
             beta = beta.masked_fill(rejected.unsqueeze(-1), 0)

@@ -3,7 +3,7 @@ KDA as Triton kernels: forward, backward and decode (report §2.1.1, §5.1). The
 definition, stand in kda.py.
 
     kda(q, k, v, g, beta, state=None) → o, state           kda_chunk's contract, on a GPU
-    kda_decode(q, k, v, g, beta, state) → o                one token; the state changes in place
+    kda_decode(q, k, v, g, beta, state) → o                a few tokens; the state changes in place
     situ(g, u, beta, linear_beta), mix(u, eps, *sources)   element-wise work in one pass, not dozens
     python kernels.py            compiles all of it for sm_80, 89, 90, 100, gfx942, without a GPU
 
@@ -570,38 +570,45 @@ def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True)
 # Decode: the recurrence itself
 
 @triton.jit
-def decode(q, k, v, g, beta, state, o, K, V, scale, KP: tl.constexpr, BV: tl.constexpr):
-    """One token of one head; a (K, BV) part of the state, read and written once.
+def decode(q, k, v, g, beta, state, new_state, o, kept, T, H, K, V, scale,
+           KP: tl.constexpr, BV: tl.constexpr):
+    """A few tokens of one head; a (K, BV) part of the state, read and written once.
     Grid (blocks of V, BH)."""
     bh = tl.program_id(1)
     kk, vv = tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    whole, by_k, by_v = _matrix(bh, kk, K, vv, V), (bh * K + kk, kk < K), (bh * V + vv, vv < V)
-    S = _load(state, whole) * tl.exp2(_load(g, by_k).to(tl.float32) * LOG2E)[:, None]
-    bk, bq = _load(k, by_k).to(tl.float32)[:, None], _load(q, by_k).to(tl.float32)[:, None]
-    error = _load(v, by_v).to(tl.float32) - tl.sum(S * bk, axis=0)
-    S += bk * (tl.load(beta + bh).to(tl.float32) * error)[None, :]
-    _store(o, by_v, tl.sum(S * bq, axis=0) * scale)
-    _store(state, whole, S)
+    whole = _matrix(bh, kk, K, vv, V)
+    S = _load(state, whole)
+    count = T if kept is None else tl.load(kept + bh // H).to(tl.int32)
+    for t in range(count):
+        row = (bh // H * T + t) * H + bh % H
+        by_k, by_v = (row * K + kk, kk < K), (row * V + vv, vv < V)
+        S *= tl.exp2(_load(g, by_k).to(tl.float32) * LOG2E)[:, None]
+        bk, bq = _load(k, by_k).to(tl.float32)[:, None], _load(q, by_k).to(tl.float32)[:, None]
+        error = _load(v, by_v).to(tl.float32) - tl.sum(S * bk, axis=0)
+        S += bk * (tl.load(beta + row).to(tl.float32) * error)[None, :]
+        if o is not None:
+            _store(o, by_v, tl.sum(S * bq, axis=0) * scale)
+    _store(new_state, whole, S)
 
 
 @torch.compiler.disable
 @torch.no_grad()
-def kda_decode(q, k, v, g, beta, state):
+def kda_decode(q, k, v, g, beta, state, new_state=None, kept=None):
     """
-    One token: q, k, g (B, 1, H, K), v (B, 1, H, V), beta (B, 1, H) → o (B, 1, H, V).
-    state (B, H, K, V), fp32 and contiguous, is changed in place.
+    A few tokens, in one launch: q, k, g (B, T, H, K), v (B, T, H, V), beta (B, T, H) → o of v's
+    shape. state (B, H, K, V), fp32 and contiguous, is changed in place, or stays and new_state
+    takes the new one. kept (B,) int64: of how many tokens of each row; then o is None.
     """
     _check(q, k, v, g, beta, state, look_at_g=False)
     (B, T, H, K), V = q.shape, v.shape[-1]
-    if T != 1:
-        raise ValueError(f"q: expected one token, got {T}; kda takes more")
-    if not state.is_contiguous():
+    new_state = state if new_state is None else new_state
+    if not (state.is_contiguous() and new_state.is_contiguous()):
         raise ValueError(f"state: expected a contiguous one, to change it in place, "
                          f"got strides {state.stride()}")
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    o = None if kept is not None else torch.empty(v.shape, dtype=v.dtype, device=v.device)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    _launch(q, decode, (triton.cdiv(V, 32), B * H), q, k, v, g, beta, state, o, K, V, K ** -0.5,
-            KP=triton.next_power_of_2(K), BV=32, num_warps=4)
+    _launch(q, decode, (triton.cdiv(V, 32), B * H), q, k, v, g, beta, state, new_state, o, kept,
+            T, H, K, V, K ** -0.5, KP=triton.next_power_of_2(K), BV=32, num_warps=4)
     return o
 
 
@@ -769,7 +776,7 @@ def report():
     kernels = [     # with the kinds of their arguments, below
         (_scores, "bbffbfiiiis"), (_solve, "bbbfffbbbbbfiiiiis"), (_states, "bbbffbbfiii"),
         (_output, "bbbbbiiiii"), (_dstates, "bbbbfbfbbfiiiii"), (_dsolve, "bfbbbbfffiiii"),
-        (_dinputs, "bbfbbbbbffbbfiiiiis"), (decode, "bbbfffbiis"), (situ_kernel, "bbnbbbiiiiss"),
+        (_dinputs, "bbfbbbbbffbbfiiiiis"), (decode, "bbbffffbliiiis"), (situ_kernel, "bbnbbbiiiiss"),
         (mix_forward, "bstbfii"), (mix_backward, "bstbftfii")]
     print(f"triton {triton.__version__}, bf16, 256: fp32; "
           f"registers and spilled bytes of a thread, KB of shared memory a block")
@@ -789,7 +796,7 @@ def _compiled(kernel, kinds, D, config, backend, arch, warp, limit):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     words = dict(b="*bf16" if D < 256 else "*fp32", f="*fp32", t=("*bf16",) * 4,
-                 i="i32", s="fp32", n=None)
+                 i="i32", l="*i64", s="fp32", n=None)
     types = {name: words[kind] for name, kind in zip(kernel.arg_names, kinds)}
     dot = "ieee" if backend == "hip" else "tf32" if D < 256 else "tf32x3"
     sizes = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT=dot, **config.kwargs)

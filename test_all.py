@@ -691,10 +691,47 @@ def test_kernels_triton_kda_segments_and_decode():
         kernels.kda_decode(*(x[:1, 2:3] for x in (q, k, v, g, beta)), entering)
     third = kda.kda_recurrent(*(x[:1, :3] for x in (q, k, v, g, beta)), state[:1])[1]
     assert torch.allclose(entering, third, atol=1e-5)
+    before, after = state.clone(), torch.full_like(state, math.nan)
     for t in range(5):
         o = kernels.kda_decode(*(x[:, t:t + 1] for x in (q, k, v, g, beta)), state)
         assert torch.allclose(o, truth[:, t:t + 1], atol=1e-5)
     assert torch.allclose(state, last, atol=1e-5)
+    # all at once, into another state; then each row's own number of tokens, in place
+    entering = before.clone()
+    o = kernels.kda_decode(q, k, v, g, beta, entering, after)
+    assert torch.allclose(o, truth, atol=1e-5) and torch.allclose(after, last, atol=1e-5)
+    assert torch.equal(entering, before)
+    for kept in ([1, 2, 3], [4, 5, 0]):
+        state = before.clone()
+        assert kernels.kda_decode(q, k, v, g, beta, state, kept=torch.tensor(kept)) is None
+        for row, count in enumerate(kept):
+            own = slice(row, row + 1)
+            inputs = (x[own, :count] for x in (q, k, v, g, beta))
+            truth = kda.kda_recurrent(*inputs, before[own])[1] if count else before[own]
+            assert torch.allclose(state[own], truth, atol=1e-5)
+
+
+@interpreted
+def test_kernels_triton_kda_window(monkeypatch):
+    """A layer reads a window and takes tokens back, each in one launch, as without Triton."""
+    monkeypatch.setattr(kernels, "fits", lambda q, v: True)
+    layer = tiny_model(n_embd=64, kda_key_dim=16, kda_value_dim=16).layers[0].attn
+    x, kept, calls = torch.randn(3, 9, 64), torch.tensor([1, 2, 4]), []
+    real = kernels.kda_decode
+    monkeypatch.setattr(kernels, "kda_decode", lambda *a, **b: (calls.append(1), real(*a, **b))[1])
+    results = []
+    for module in (None, kernels):
+        monkeypatch.setattr(kda, "kernels", module)
+        cache = layer.new_cache(3)
+        with torch.no_grad():
+            layer(x[:, :5], cache)
+            calls.clear()
+            cache["window"] = None
+            y = layer(x[:, 5:], cache)
+            layer.keep(cache, kept)
+        results.append((y, cache["state"], *cache["tails"]))
+    assert len(calls) == 2
+    assert all(error(a, b) < 1e-5 for a, b in zip(*results))
 
 
 @interpreted
@@ -715,8 +752,6 @@ def test_kernels_triton_kda_refuses():
             ((q, k, v, g, beta, state, 0), "segments = 0: expected")]:
         with pytest.raises(ValueError, match=words):
             kernels.kda(*arguments)
-    with pytest.raises(ValueError, match="one token"):
-        kernels.kda_decode(q, k, v, g, beta, state)
 
 
 @interpreted

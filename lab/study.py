@@ -49,6 +49,7 @@ import kda
 import mla
 import model
 import moe
+import mtp
 import muon
 import mxfp4
 import ops
@@ -62,7 +63,7 @@ RUNS = Path("out/study.jsonl")
 # The sources that make the model. A run made by other ones is marked in the tables.
 SOURCE = hashlib.sha256(b"".join(
     Path(module.__file__).read_bytes()
-    for module in (ops, dispatch, attnres, kda, mla, mxfp4, moe, muon, sizes, model)
+    for module in (ops, dispatch, attnres, kda, mla, mxfp4, moe, mtp, muon, sizes, model)
 )).hexdigest()[:12]
 
 # Settings of every run, unless the command line says otherwise.
@@ -107,6 +108,7 @@ def ablations(size, given):
         "adamw": ("AdamW for Muon", dict(adamw, lr=lr * 2 / 3)),
         "whole": ("whole-matrix Muon for per-head", dict(optimizer="whole")),
         "wsd": ("WSD for cosine", dict(schedule="wsd")),
+        "mtp": ("with an MTP layer", dict(mtp_layers=1)),
         "gpt_adamw": ("plain GPT by AdamW", dict(adamw, gpt=True, lr=lr / 3, min_lr=0.1)),
         "gpt_muon": ("plain GPT by Muon", dict(gpt=True, optimizer="muon")),
     }
