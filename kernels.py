@@ -776,8 +776,8 @@ def report():
     kernels = [     # with the kinds of their arguments, below
         (_scores, "bbffbfiiiis"), (_solve, "bbbfffbbbbbfiiiiis"), (_states, "bbbffbbfiii"),
         (_output, "bbbbbiiiii"), (_dstates, "bbbbfbfbbfiiiii"), (_dsolve, "bfbbbbfffiiii"),
-        (_dinputs, "bbfbbbbbffbbfiiiiis"), (decode, "bbbffffbliiiis"), (situ_kernel, "bbnbbbiiiiss"),
-        (mix_forward, "bstbfii"), (mix_backward, "bstbftfii")]
+        (_dinputs, "bbfbbbbbffbbfiiiiis"), (decode, "bbbffffbliiiis"),
+        (situ_kernel, "bbnbbbiiiiss"), (mix_forward, "bstbfii"), (mix_backward, "bstbftfii")]
     print(f"triton {triton.__version__}, bf16, 256: fp32; "
           f"registers and spilled bytes of a thread, KB of shared memory a block")
     for kernel, kinds in kernels:

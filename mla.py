@@ -12,6 +12,7 @@ reads the keys and values of every head out of c.
 
 `expanded` is these lines. `absorbed` is the same for cached tokens, without expanding them.
 """
+import functools
 import operator
 
 import torch
@@ -44,19 +45,17 @@ class GatedMLA(nn.Module):
         self.context_group = None  # the ranks that hold a sequence together (K3.share_context)
 
     def forward(self, x, cache=None):
-        T = x.shape[1]
         q, c, k_shared, gate = self.project(x)
         if self.context_group:  # each rank's latents go to itself and to all later ones
             latents = torch.cat([c, k_shared], dim=-1)
             parts = pass_on(latents, self.context_group, operator.le)  # (rank + 1, B, T, ·)
             c, k_shared = torch.cat(parts.unbind(0), dim=1).split([self.R, self.rope], dim=-1)
         past = cache["length"] if cache else 0
-        if cache:
-            append(cache, torch.cat([c, k_shared], dim=-1))
-        if past:
-            o = self.absorbed(q, cache["latents"][:, :past + T])  # (B, T, H, V)
+        latents = append(cache, torch.cat([c, k_shared], dim=-1)) if cache else None
+        if isinstance(past, int) and not past:
+            o = self.expanded(q, c, k_shared)  # (B, T, H, V)
         else:
-            o = self.expanded(q, c, k_shared)
+            o = self.absorbed(q, latents, past)
         return self.o_proj(gate.sigmoid() * o.flatten(2))
 
     def project(self, x):
@@ -83,20 +82,22 @@ class GatedMLA(nn.Module):
         mask = dict(attn_mask=causal_lower_right(T, S)) if S > T else dict(is_causal=True)
         return F.scaled_dot_product_attention(q, k, v, **mask).transpose(1, 2)
 
-    def absorbed(self, q, latents):
+    def absorbed(self, q, latents, past):
         """
         The same with c and k_shared together in latents (B, S, R + rope), as the cache holds them.
+        past: how many there were before q's tokens, an int or (B,) where rows differ.
         W_kvb moves over to the query and to the output: q · (W_k c) = (W_kᵀ q) · c. So a cached
         token costs R + rope products per head and is never expanded.
         """
-        T, S = q.shape[1], latents.shape[1]
         q, w_v = self.absorb(q)
-        o, past = [], S - T
-        for rows in q.split(rows_at_once(q, S), dim=1):
+        o = []
+        if not isinstance(past, int):
+            past = past.to(q.device).view(-1, 1, 1, 1)
+        for rows in q.split(rows_at_once(q, latents.shape[1]), dim=1):
             logits = fp32(torch.einsum("bthr,bsr->bhts", rows, latents))
             p = hide_future(logits, past).softmax(-1).to(q.dtype)
             o.append(torch.einsum("bhts,bsr->bthr", p, latents[..., :self.R]))
-            past += rows.shape[1]
+            past = past + rows.shape[1]
         return torch.einsum("bthr,hvr->bthv", torch.cat(o, dim=1), w_v)
 
     def absorb(self, q):
@@ -113,14 +114,23 @@ class GatedMLA(nn.Module):
 
 
 def append(cache, new):
-    """In place. A full buffer doubles, so a token costs no copy of all earlier ones."""
-    old, length = cache["latents"], cache["length"] + new.shape[1]
+    """
+    In place → all latents so far, (B, S, R + rope). A full buffer doubles, so a token costs no copy
+    of all earlier ones. cache["length"]: an int, or (B,) on the CPU where rows differ (mtp.py).
+    """
+    old, past, T = cache["latents"], cache["length"], new.shape[1]
+    length = int(max(past) if torch.is_tensor(past) else past) + T
     if length > old.shape[1]:
         room = max(length, 2 * old.shape[1])
-        cache["latents"] = new.new_empty(new.shape[0], room, new.shape[2])
-        cache["latents"][:, :cache["length"]] = old[:, :cache["length"]]
-    cache["latents"][:, cache["length"]:length] = new.detach()
-    cache["length"] = length
+        cache["latents"] = F.pad(old.to(new.dtype), (0, 0, 0, room - old.shape[1]))
+    if torch.is_tensor(past):
+        at = (past.unsqueeze(1) + torch.arange(T)).to(new.device)  # (B, T)
+        rows = torch.arange(len(at), device=new.device).unsqueeze(1)
+        cache["latents"][rows, at] = new.detach()
+    else:
+        cache["latents"][:, past:length] = new.detach()
+    cache["length"] = past + T
+    return cache["latents"][:, :length]
 
 
 def rows_at_once(q, S, most=2 ** 28):
@@ -130,12 +140,15 @@ def rows_at_once(q, S, most=2 ** 28):
 
 
 def hide_future(logits, past):
-    """In place: logits (…, rows, S), the first row being token `past` → −inf for later tokens."""
+    """
+    In place: logits (…, rows, S), the first row being token `past`, an int or (B, 1, 1, 1) → −inf
+    for later tokens.
+    """
     rows, S = logits.shape[-2:]
-    if past + 1 < S:
-        future = torch.ones(rows, S, dtype=torch.bool, device=logits.device).triu(past + 1)
-        logits.masked_fill_(future, -torch.inf)
-    return logits
+    if isinstance(past, int) and past + 1 >= S:
+        return logits
+    arange = functools.partial(torch.arange, device=logits.device)
+    return logits.masked_fill_(arange(S) > past + arange(rows).unsqueeze(1), -torch.inf)
 
 
 @torch.no_grad()

@@ -213,8 +213,7 @@ class K3(nn.Module):
         only the likeliest that together reach p. vocab_size: ids from there on only pad the
         vocabulary and are never sampled. images: of idx, as in forward; no pad is sampled. draft:
         how many tokens the MTP layer proposes at once (mtp.py), with the same text at temperature 0
-        and the same distribution otherwise; each row goes by itself. Draws from torch's global
-        generator.
+        and the same distribution otherwise. Draws from torch's global generator.
         """
         if idx.dim() != 2 or idx.shape[1] < 1:
             raise ValueError("idx: expected (B, T) with at least one token to start from, got "
@@ -229,15 +228,10 @@ class K3(nn.Module):
         elif self.mtp is None or type(draft) is not int or draft < 1:
             raise ValueError("draft: expected None, or with an MTP layer at least 1 token; got "
                              f"{draft!r} and mtp_layers = {self.config.mtp_layers}")
-        elif images is not None and len(idx) > 1:
-            raise ValueError("draft: with images, expected one row at a time, got "
-                             f"{len(idx)} rows")
         else:
-            def to_draw_from(logits):  # (n, vocab) → the same
-                return probabilities(self.choices(logits, vocab_size), temperature, top_k, top_p)
-            rows = [speculate(self, row, max_new_tokens, draft, to_draw_from, images=images)
-                    for row in idx.split(1)]
-            tokens = map(torch.cat, zip(*rows))
+            to_draw_from = lambda logits: probabilities(self.choices(logits, vocab_size),
+                                                        temperature, top_k, top_p)
+            tokens = speculate(self, idx, max_new_tokens, draft, to_draw_from, images=images)
         return tokens if stream else torch.cat([idx, *tokens], dim=1)
 
     @torch.no_grad()

@@ -121,85 +121,104 @@ def next_ones(x, group=None):
 @torch.no_grad()
 def speculate(model, idx, max_new_tokens, gamma, probabilities, draft=None, images=None):
     """
-    idx (1, T) → an iterator over new tokens, (1, 1) each. probabilities: logits (n, vocab) → what
+    idx (B, T) → an iterator over new tokens, (B, 1) each. probabilities: logits (n, vocab) → what
     to draw from, (n, vocab): temperature, top-k and top-p act on model and draft alike. draft: a
-    function of cache[-1], the text (1, n) and a count → d (count,), q (count, vocab).
+    function of cache[-1], the texts (B lists of ids) and a count → d (B, count), q (B, count,
+    vocab). Rows keep different numbers of drafts; one that is ahead waits with what it has.
     """
-    draft = draft or (lambda *given: draft_tokens(model, probabilities, *given))
-    cache = model.new_cache(1, draft=True)
-    text = new = idx  # new: what the model has not read yet
-    left = max_new_tokens
-    while left > 0:
-        first = new is idx  # the prompt is read without drafts
-        count = 0 if first else min(gamma, left - 1)
-        with evaluating(model):
-            d, q = draft(cache[-1], text, count) if count else (idx.new_empty(0), None)
-            window = torch.cat([new, d.unsqueeze(0)], dim=1)
-            logits, _ = model(window, cache=cache, last_only=first, images=images)
-        p, images = probabilities(logits[0]), None  # (count + 1, vocab)
-        if count and q.shape != p[1:].shape:
-            raise ValueError(f"the draft has a vocabulary of {q.shape[-1]} tokens, the model one "
-                             f"of {p.shape[-1]}; a draft must have the model's")
-        kept = accept(d, p, q)  # (r + 1)
-        if first:
-            for layer_cache in cache[:-1]:
-                if "state" in layer_cache:
-                    layer_cache["window"] = None  # from now on, KDA can take tokens back
-        else:
-            keep(model, cache, len(kept), count + 1)
-            model.mtp.rounds += 1
-            model.mtp.kept += len(kept)
-        left -= len(kept)
-        new = kept[-1:].unsqueeze(0)  # (1, 1)
-        text = torch.cat([text, kept.unsqueeze(0)], dim=1)
-        yield from kept.view(-1, 1, 1)
+    (B, T), texts = idx.shape, idx.tolist()
+    draft = draft or (lambda cache, texts, count: draft_tokens(model, probabilities, cache, count))
+    cache = model.new_cache(B, draft=True)
+    with evaluating(model):  # the prompt is read without drafts
+        logits, _ = model(idx, cache=cache, last_only=True, images=images)
+        own = torch.multinomial(probabilities(logits[:, -1]), 1)  # (B, 1)
+        after = torch.cat([cache[-1]["embedded"][:, 1:], model.embed(own)], dim=1)
+        cache[-1].update(after=after, kept=[T] * B)
+    for layer_cache in cache[:-1]:
+        if "state" in layer_cache:
+            layer_cache["window"] = None  # from now on, KDA can take tokens back
+    for text, token in zip(texts, own.tolist()):
+        text += token
+    for at in range(T, T + max_new_tokens):
+        if min(map(len, texts)) == at:
+            with evaluating(model):
+                count = min(gamma, T + max_new_tokens - at - 1)
+                one_round(model, cache, texts, count, probabilities, draft)
+        yield idx.new_tensor([text[at:at + 1] for text in texts])
+
+
+def one_round(model, cache, texts, count, probabilities, draft):
+    """The texts grow by what is kept of `count` drafts, and by a token of the model's own each."""
+    last = torch.tensor([text[-1:] for text in texts], device=model.embed.weight.device)  # (B, 1)
+    d, q = draft(cache[-1], texts, count) if count else (last[:, :0], None)
+    logits, _ = model(torch.cat([last, d], dim=1), cache=cache)  # (B, count + 1, vocab)
+    p = probabilities(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
+    if count and q.shape != p[:, 1:].shape:
+        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]} tokens, the model one of "
+                         f"{p.shape[-1]}; a draft must have the model's")
+    r, own = accept(d, p, q if count else p[:, :0])
+    new = torch.cat([d, own], dim=1).scatter_(1, r.unsqueeze(1), own)  # r + 1 of a row count
+    kept = (r + 1).tolist()
+    keep(model, cache, kept, count + 1)
+    cache[-1]["after"] = model.embed(new[:, :max(kept)])
+    for text, tokens, length in zip(texts, new.tolist(), kept):
+        text += tokens[:length]
+    model.mtp.rounds += len(kept)
+    model.mtp.kept += sum(kept)
 
 
 def accept(d, p, q):
     """
-    d (γ,) drawn from q (γ, vocab), and the model's p (γ + 1, vocab) → (r + 1): the first r drafts
-    and one token of the model's. d_i passes with probability min(1, p_i/q_i). The token after them
-    comes from max(p − q, 0), scaled to sum 1, which is the part of p that passing drafts leave
-    out; after the last draft from p itself.
+    d (B, γ) drawn from q (B, γ, vocab), and the model's p (B, γ + 1, vocab) → r (B), how many
+    drafts each row keeps, and the model's own token after them, (B, 1). d_i passes with probability
+    min(1, p_i/q_i). The token after those comes from max(p − q, 0), scaled to sum 1, which is the
+    part of p that passing drafts leave out; after the last draft from p itself.
     """
-    at = torch.arange(len(d), device=d.device)
-    passes = torch.rand(len(d), device=d.device) * q[at, d] < p[at, d] if len(d) else d
-    r = int(passes.int().cumprod(0).sum())
-    rest = (p[r] - q[r]).clamp(min=0) if r < len(d) else p[r]
-    if not rest.any():  # p = q to rounding
-        rest = p[r]
-    return torch.cat([d[:r], torch.multinomial(rest / rest.sum(), 1)])
+    of_d = lambda x: x.gather(-1, d.unsqueeze(-1)).squeeze(-1)  # (B, γ)
+    passes = torch.rand(d.shape, device=d.device) * of_d(q) < of_d(p[:, :-1])
+    r = passes.long().cumprod(1).sum(1)
+    rows = torch.arange(len(d), device=d.device)
+    p, q = p[rows, r], F.pad(q, (0, 0, 0, 1))[rows, r]  # (B, vocab)
+    rest = (p - q).clamp(min=0)
+    rest = torch.where(rest.any(-1, keepdim=True), rest, p)  # p = q to rounding
+    return r, torch.multinomial(rest / rest.sum(-1, keepdim=True), 1)
 
 
-def keep(model, cache, count, window):
-    """Take back the last call's tokens, `window` of them, but for the first `count` (§5.4.2)."""
-    kept = torch.tensor([count], device=cache[-1]["taps"].device)
+def keep(model, cache, kept, window):
+    """Take back the last call's tokens, `window` a row, but for the first kept[b] (§5.4.2)."""
+    counts = torch.tensor(kept, device=model.embed.weight.device)
     for layer, own in zip(model.layers, cache):
         if "latents" in own:
-            own["length"] -= window - count
-        elif count < window:
-            layer.attn.keep(own, kept)
-    for name in ("taps", "embedded"):
-        cache[-1][name] = cache[-1][name][:, :count]
+            cut(own, window, kept)
+        elif min(kept) < window:
+            layer.attn.keep(own, counts)
+    cache[-1].update(taps=cache[-1]["taps"][:, :max(kept)], kept=kept)
 
 
-def draft_tokens(model, probabilities, cache, text, count):
+def cut(own, window, kept):
+    """MLA's cache is cut by length alone: what comes next overwrites the rest."""
+    same = min(kept) == max(kept)
+    own["length"] = own["length"] - window + (kept[0] if same else torch.tensor(kept))
+
+
+def draft_tokens(model, probabilities, cache, count):
     """
-    The MTP layer as a draft. cache: its latents, and what the model's last call left for it: taps
-    and embeddings of the tokens that were read. → d (count,), q (count, vocab).
+    The MTP layer as a draft. cache: its latents, and what is new since the last round: taps of n
+    tokens, the embeddings of those after them, and how many of each row were kept.
+    → d (B, count), q (B, count, vocab).
     """
     mtp, drafts, distributions = model.mtp, [], []
-    f = mtp.features(cache["taps"])
-    e = torch.cat([cache["embedded"][:, 1:], model.embed(text[:, -1:])], dim=1)
-    for _ in range(count):
-        f = mtp(f, e, cache)[:, -1:]  # (1, 1, d)
-        q = probabilities(model.lm_head(mtp.norm(f))[0])  # (1, vocab)
-        d = torch.multinomial(q, 1)  # (1, 1)
-        e = model.embed(d)
-        drafts.append(d[0])
-        distributions.append(q)
-    cache["length"] -= count - 1  # what came from its own outputs goes
-    return torch.cat(drafts), torch.cat(distributions)
+    m = mtp(mtp.features(cache["taps"]), cache["after"], cache)  # (B, n, d)
+    cut(cache, m.shape[1], cache["kept"])
+    last = torch.tensor(cache["kept"], device=m.device) - 1
+    f = m[torch.arange(len(m), device=m.device), last].unsqueeze(1)  # (B, 1, d)
+    for i in range(count):
+        if i:  # its own output in the place of the model's
+            f = mtp(f, model.embed(drafts[-1]), cache)
+        distributions.append(probabilities(model.lm_head(mtp.norm(f))[:, 0]))  # (B, vocab)
+        drafts.append(torch.multinomial(distributions[-1], 1))
+    cache["length"] = cache["length"] - (count - 1)  # what came from its own outputs goes
+    return torch.cat(drafts, dim=1), torch.stack(distributions, dim=1)
 
 
 @contextlib.contextmanager

@@ -2306,20 +2306,21 @@ SIXTEEN = dict(vocab_size=16, n_layer=2, n_embd=16, n_head=2, mla_every=2, q_lor
                routed_expert_hidden_size=8, mtp_layers=1)
 
 
-def random_draft(model, probabilities, cache, text, count):
+def random_draft(m, probabilities, cache, texts, count):
     """Of its own distributions, which have nothing to do with the model's."""
-    q = probabilities(torch.randn(count, model.config.vocab_size))
-    return torch.multinomial(q, 1)[:, 0], q
+    q = probabilities(torch.randn(len(texts) * count, m.config.vocab_size))
+    return torch.multinomial(q, 1).view(-1, count), q.unflatten(0, (-1, count))
 
 
-def perfect_draft(model, probabilities, cache, text, count):
+def perfect_draft(m, probabilities, cache, texts, count):
     """The draft is the model, which reads everything anew."""
     d, q = [], []
-    for _ in range(count):
-        q.append(probabilities(model(text)[0][0, -1:]))
-        d.append(torch.multinomial(q[-1], 1)[0])
-        text = torch.cat([text, d[-1].unsqueeze(0)], dim=1)
-    return torch.cat(d), torch.cat(q)
+    for text in map(list, texts):
+        for _ in range(count):
+            q.append(probabilities(m(torch.tensor([text]))[0][0, -1:]))
+            text += torch.multinomial(q[-1], 1)[0].tolist()
+        d.append(text[-count:])
+    return torch.tensor(d), torch.cat(q).unflatten(0, (-1, count))
 
 
 def one_layer_by_hand(m, idx):
@@ -2396,16 +2397,17 @@ def test_mtp_learns_the_token_after_the_next(shift, monkeypatch):
 @pytest.mark.parametrize("draft", [None, random_draft, perfect_draft])
 @pytest.mark.parametrize("gamma", [1, 3, 5])
 def test_mtp_greedy_text(draft, gamma):
+    """Three rows, each with its own number of accepted drafts. A longer form was run by hand."""
     m = tiny_model(mtp_layers=1).eval()
     greedy = lambda logits: model.probabilities(logits, 0, None, None)
     draft = draft and functools.partial(draft, m, greedy)
-    for seed, length in enumerate((1, 2, 9)):  # prompts shorter than the convolution, too
-        idx = torch.randint(0, 61, (1, length), generator=torch.Generator().manual_seed(seed))
-        plain = m.generate(idx, 30, temperature=0)
-        new = [*mtp.speculate(m, idx, 30, gamma, greedy, draft)]
+    for length in (1, 2, 9):  # prompts shorter than the convolution, too
+        idx = torch.randint(0, 61, (3, length))
+        plain = m.generate(idx, 24, temperature=0)
+        new = [*mtp.speculate(m, idx, 24, gamma, greedy, draft)]
         assert torch.equal(torch.cat([idx, *new], dim=1), plain)
     if draft and draft.func is perfect_draft:
-        assert m.mtp.kept / m.mtp.rounds > 0.9 * (gamma + 1)
+        assert m.mtp.kept / m.mtp.rounds > 0.8 * (gamma + 1)
 
 
 def test_mtp_lengths_rows_and_streams():
@@ -2425,7 +2427,7 @@ def test_mtp_lengths_rows_and_streams():
         m.generate(idx, 4, draft=0)
     with pytest.raises(ValueError, match="mtp_layers = 0"):
         tiny_model().generate(idx, 4, draft=2)
-    other = lambda cache, text, count: (torch.zeros(count, dtype=torch.int64), torch.ones(count, 9))
+    other = lambda cache, texts, count: (idx[:1, :count], torch.ones(1, count, 9))
     with pytest.raises(ValueError, match="a vocabulary of 9 tokens, the model one of 61"):
         list(mtp.speculate(m, idx[:1], 4, 2, lambda logits: logits.softmax(-1), other))
 
@@ -2435,10 +2437,10 @@ class TableModel:
 
     def __init__(self, table):
         self.table, self.layers, self.training = table, [], False
-        self.mtp = SimpleNamespace(rounds=0, kept=0)
+        self.mtp, self.embed = SimpleNamespace(rounds=0, kept=0), torch.nn.Embedding(16, 1)
 
-    def __call__(self, idx, cache, last_only, images):
-        cache[-1].update(taps=idx, embedded=idx)
+    def __call__(self, idx, cache, last_only=False, images=None):
+        cache[-1].update(taps=idx, embedded=self.embed(idx))
         return self.table[idx[:, -1:] if last_only else idx], None
 
     def new_cache(self, rows, draft):
@@ -2467,11 +2469,11 @@ def surprise(x, p):
 
 def unnormalised(d, p, q):
     """accept with a fault: the residual is drawn from as if it summed to 1."""
-    passes = [torch.rand(()) * q[i, x] < p[i, x] for i, x in enumerate(d)]
-    r = passes.index(False) if False in passes else len(d)
-    rest = (p[r] - q[r]).clamp(min=0) if r < len(d) else p[r]
-    last = torch.searchsorted(rest.cumsum(0), torch.rand(1)).clamp(max=15)
-    return torch.cat([d[:r], last])
+    passes = [torch.rand(()) * q[0, i, x] < p[0, i, x] for i, x in enumerate(d[0])]
+    r = passes.index(False) if False in passes else d.shape[1]
+    rest = (p[0, r] - q[0, r]).clamp(min=0) if r < d.shape[1] else p[0, r]
+    own = torch.searchsorted(rest.cumsum(0), torch.rand(1)).clamp(max=15)
+    return torch.tensor([r]), own.unsqueeze(0)
 
 
 @pytest.mark.parametrize("top_k, top_p, fault, tokens", [
@@ -2488,11 +2490,12 @@ def test_mtp_sampled_pairs(top_k, top_p, fault, tokens, monkeypatch):
     if fault == "unnormalised":
         monkeypatch.setattr(mtp, "accept", unnormalised)
 
-    def draft(cache, text, count):
-        d = [text[0, -1]]
+    def draft(cache, texts, count):
+        d = [torch.tensor([text[-1] for text in texts])]
         for _ in range(count):
-            d.append(torch.multinomial(q[d[-1]], 1)[0])
-        return torch.stack(d[1:]), tested[torch.stack(d[:-1])]
+            d.append(torch.multinomial(q[d[-1]], 1)[:, 0])
+        d = torch.stack(d, dim=1)  # (B, count + 1)
+        return d[:, 1:], tested[d[:, :-1]]
     m = TableModel(table)
     start = torch.zeros(1, 1, dtype=torch.int64)
     x = torch.cat([*mtp.speculate(m, start, tokens, 3, allowed, draft)]).flatten()
