@@ -116,7 +116,7 @@ class GatedMLA(nn.Module):
 def append(cache, new):
     """
     In place → all latents so far, (B, S, R + rope). A full buffer doubles, so a token costs no copy
-    of all earlier ones. cache["length"]: an int, or (B,) on the CPU where rows differ (mtp.py).
+    of all earlier ones. cache["length"]: an int, or (B,) on the CPU where rows differ.
     """
     old, past, T = cache["latents"], cache["length"], new.shape[1]
     length = int(max(past) if torch.is_tensor(past) else past) + T
@@ -131,6 +131,15 @@ def append(cache, new):
         cache["latents"][:, past:length] = new.detach()
     cache["length"] = past + T
     return cache["latents"][:, :length]
+
+
+def join(caches):
+    """Caches of texts of different lengths → one with all their rows, and a length for each."""
+    room = max(cache["latents"].shape[1] for cache in caches)
+    parts, lengths = [cache["latents"] for cache in caches], [cache["length"] for cache in caches]
+    lengths = [torch.as_tensor(n).expand(len(own)) for n, own in zip(lengths, parts)]
+    parts = [F.pad(own, (0, 0, 0, room - own.shape[1])) for own in parts]
+    return dict(latents=torch.cat(parts), length=torch.cat(lengths))
 
 
 def rows_at_once(q, S, most=2 ** 28):

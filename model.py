@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import mla
 import muon
 import weights
 from attnres import Mix, Stream
@@ -27,7 +28,7 @@ from cli import run
 from kda import KDA
 from mla import GatedMLA, largest_logit  # noqa: F401 (importable from here, too)
 from moe import LatentMoE, SiTUGLU, load_figures, update_router_biases
-from mtp import MTP, speculate
+from mtp import MTP, evaluating, speculate
 from ops import RMSNorm, fp32
 from sizes import K3Config
 from vision import VisionTower, features_here, wrong_count
@@ -218,10 +219,7 @@ class K3(nn.Module):
         if idx.dim() != 2 or idx.shape[1] < 1:
             raise ValueError("idx: expected (B, T) with at least one token to start from, got "
                              f"{tuple(idx.shape)}")
-        good_k, good_p = top_k is None or top_k >= 1, top_p is None or 0 < top_p <= 1
-        if not (temperature >= 0 and good_k and good_p):
-            raise ValueError("expected temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1; got "
-                             f"{temperature}, {top_k}, {top_p}")
+        check_drawing(temperature, top_k, top_p)
         if draft is None:
             tokens = self._generate(idx, max_new_tokens, temperature, top_k, top_p, vocab_size,
                                     images)
@@ -238,17 +236,64 @@ class K3(nn.Module):
     def _generate(self, idx, max_new_tokens, temperature, top_k, top_p, vocab_size, images):
         cache = self.new_cache(idx.shape[0])
         for _ in range(max_new_tokens):
-            was_training = self.training  # between two tokens the mode is the caller's
-            if was_training:
-                self.eval()
-            try:
+            with evaluating(self):
                 logits, _ = self(idx, cache=cache, last_only=True, images=images)
-            finally:
-                if was_training:
-                    self.train()
             logits, images = self.choices(logits[:, -1], vocab_size), None  # (B, vocab)
             idx = sample_token(logits, temperature, top_k, top_p)  # (B, 1)
             yield idx
+
+    def generate_rows(self, prompts, max_new_tokens, seed, ends=(), temperature=1.0, top_k=None,
+                      top_p=None, vocab_size=None, images=None):
+        """
+        Many texts in one batch. prompts: lists of ids, of any lengths. → an iterator over the
+        steps: {row: its new token}, without the rows that have ended by one of the ids in ends. Row
+        i draws from a generator of its own, seeded with seed + i, so neither the other rows nor
+        their ends change what it says. images: of the prompt, if all rows have the same one.
+        """
+        check_drawing(temperature, top_k, top_p)
+        device = self.embed.weight.device
+        seeds = [(seed + i) % 2 ** 64 for i in range(len(prompts))]
+        generators = [torch.Generator(device).manual_seed(number) for number in seeds]
+        draw = lambda logits, going: sample_token(self.choices(logits[:, -1], vocab_size),
+                                                  temperature, top_k, top_p,
+                                                  [generators[i] for i in going])
+        return self._generate_rows(prompts, max_new_tokens, draw, ends, images)
+
+    @torch.no_grad()
+    def _generate_rows(self, prompts, max_new_tokens, draw, ends, images):
+        with evaluating(self):
+            logits, cache = self.read(prompts, images)
+        going = [*range(len(prompts))]
+        for left in reversed(range(max_new_tokens)):
+            idx = draw(logits, going)  # (rows, 1)
+            new = dict(zip(going, idx.flatten().tolist()))
+            yield new
+            stay = [i for i, token in enumerate(new.values()) if token not in ends]
+            if not stay or not left:
+                return
+            if len(stay) < len(going):
+                idx, cache, going = idx[stay], rows_of(cache, stay), [going[i] for i in stay]
+            with evaluating(self):
+                logits, _ = self(idx, cache=cache, last_only=True)
+
+    def read(self, prompts, images=None):
+        """
+        Lists of ids, of any lengths → logits for what comes next (rows, 1, vocab), and a cache. A
+        state of KDA takes no padding: those of one length are read together, equal ones once.
+        """
+        different, by_length = [*dict.fromkeys(map(tuple, prompts))], {}
+        for ids in different:
+            by_length.setdefault(len(ids), []).append(ids)
+        logits, caches = [], []
+        for alike in by_length.values():
+            idx = torch.tensor(alike, device=self.embed.weight.device)  # (B, T)
+            cache = self.new_cache(len(alike))
+            logits.append(self(idx, cache=cache, last_only=True, images=images)[0])
+            caches.append(cache)
+        order = {ids: i for i, ids in enumerate(sum(by_length.values(), []))}
+        rows = [order[tuple(ids)] for ids in prompts]
+        cache = caches[0] if len(caches) == 1 else [*map(join, zip(*caches))]
+        return torch.cat(logits)[rows], rows_of(cache, rows)
 
     def choices(self, logits, vocab_size):
         """logits (n, vocab) → fp32, without the ids that only pad; −inf for an image's pad."""
@@ -455,11 +500,40 @@ class K3(nn.Module):
         return flops
 
 
-def sample_token(logits, temperature, top_k, top_p):
-    """logits (B, vocab) fp32 → (B, 1)."""
+def rows_of(cache, rows):
+    """A cache whose row i is row rows[i] of this one."""
+    def chosen(value):
+        if isinstance(value, torch.Tensor):
+            return value[rows]
+        return value if isinstance(value, int) else [chosen(part) for part in value]
+    return [{name: chosen(value) for name, value in layer.items()} for layer in cache]
+
+
+def join(caches):
+    """Caches of one layer → one with all of their rows."""
+    if "latents" in caches[0]:
+        return mla.join(caches)
+    tails = [torch.cat(parts) for parts in zip(*(cache["tails"] for cache in caches))]
+    return dict(state=torch.cat([cache["state"] for cache in caches]), tails=tails)
+
+
+def check_drawing(temperature, top_k, top_p):
+    """Errors: ValueError for what no token can be drawn with."""
+    good_k, good_p = top_k is None or top_k >= 1, top_p is None or 0 < top_p <= 1
+    if not (temperature >= 0 and good_k and good_p):
+        raise ValueError("expected temperature ≥ 0, top_k ≥ 1, 0 < top_p ≤ 1; got "
+                         f"{temperature}, {top_k}, {top_p}")
+
+
+def sample_token(logits, temperature, top_k, top_p, generators=None):
+    """logits (B, vocab) fp32 → (B, 1). generators: one for each row, None for torch's own."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    return torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1)
+    p = probabilities(logits, temperature, top_k, top_p)
+    if generators is None:
+        return torch.multinomial(p, 1)
+    rows = zip(p.split(1), generators)
+    return torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in rows])
 
 
 def probabilities(logits, temperature, top_k, top_p):

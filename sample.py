@@ -11,13 +11,15 @@ Sample text from a checkpoint of train.py. All it needs is there: weights, sizes
     --image=FILE                an image to begin with, png, jpeg or webp, for a model that has a
                                 vision tower. Several are read in order; <|kimi_image_placeholder|>
                                 in the prompt says where they stand, otherwise before it
-    --num_samples=1             how many, one after the other
+    --prompts=FILE              or many of them, one a line, of any lengths, read in one batch
+    --num_samples=1             how many of each, in the same batch
     --max_new_tokens=500        of each; a sample ends earlier at end-of-text
     --temperature=0.8           0: always the likeliest token
     --top_k=0                   only the k likeliest tokens; 0: all
     --top_p=1.0                 only the likeliest tokens that together reach p
     --draft=0                   the MTP layer drafts so many tokens at once (mtp.py); 0: none
-    --seed=1                    of the first sample; the next ones follow from it
+    --seed=1                    of the first sample; the next ones have the next numbers, and each
+                                is what it would be alone
     --device=auto               cuda, mps or cpu
 
 Text goes to standard output as it is decoded, the speed to standard error.
@@ -34,9 +36,9 @@ from data import images, tokenizer
 from model import K3
 from weights import end_ids
 
-DEFAULTS = {"from": "", "out_dir": "out/shakespeare", "prompt": "\n", "num_samples": 1,
-            "max_new_tokens": 500, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "draft": 0,
-            "seed": 1, "device": "auto"}
+DEFAULTS = {"from": "", "out_dir": "out/shakespeare", "prompt": "\n", "prompts": "",
+            "num_samples": 1, "max_new_tokens": 500, "temperature": 0.8, "top_k": 0, "top_p": 1.0,
+            "draft": 0, "seed": 1, "device": "auto"}
 
 
 def main(arguments):
@@ -48,37 +50,76 @@ def main(arguments):
         model, enc = load_model(options["out_dir"], device)
         ends = set()
     ends = ends | {tokenizer.end_of_text(enc)}
-    ids, seen = read_prompt(options, model, enc)
-    ids = torch.tensor(ids, dtype=torch.int64, device=device).unsqueeze(0)     # (1, T)
+    rows, seen = read_prompts(options, model, enc)
     seen = seen and (seen[0].to(device), seen[1])
-    torch.manual_seed(options["seed"])
-    count, began = 0, time.perf_counter()
-    for sample in range(options["num_samples"]):
-        if sample:
-            print("\n" + "-" * 80)
-        # generate checks its options: call it before anything is printed
-        tokens = model.generate(ids, options["max_new_tokens"], options["temperature"],
-                                options["top_k"] or None, options["top_p"], stream=True,
-                                vocab_size=enc.n_vocab, images=seen,
-                                draft=options["draft"] or None)
-        print(options["prompt"], end="", flush=True)
-        text = tokenizer.StreamDecoder(enc)
-        for token in tokens:
-            count += 1
-            if token.item() in ends:
-                break
-            print(text.push(token.item()), end="", flush=True)
-        print(text.finish())
+    write = one_by_one if options["draft"] else together
+    began = time.perf_counter()
+    count = show(write(model, [ids for _, ids in rows], options, enc, ends, seen), enc, ends,
+                 [prompt for prompt, _ in rows], options["max_new_tokens"])
     seconds = time.perf_counter() - began
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s, "
-          f"prompt of {ids.shape[1]} included", file=sys.stderr)
+          f"{'prompts' if len(rows) > 1 else 'prompt'} of {sum(len(ids) for _, ids in rows)} "
+          "included", file=sys.stderr)
     if options["draft"] and model.mtp.rounds:
         print(f"{model.mtp.kept / model.mtp.rounds:.2f} tokens per round of {options['draft']} "
               "drafts", file=sys.stderr)
 
 
+def together(model, prompts, options, enc, ends, seen):
+    """All rows in one batch → an iterator of {row: its new token}."""
+    return model.generate_rows(prompts, options["max_new_tokens"], options["seed"], ends,
+                               options["temperature"], options["top_k"] or None, options["top_p"],
+                               enc.n_vocab, seen)
+
+
+def one_by_one(model, prompts, options, enc, ends, seen):
+    """The same with drafts, of which every row accepts its own number."""
+    device = model.embed.weight.device
+    how = dict(temperature=options["temperature"], top_k=options["top_k"] or None,
+               top_p=options["top_p"], vocab_size=enc.n_vocab, images=seen, draft=options["draft"])
+    streams = [model.generate(torch.tensor([ids], device=device), options["max_new_tokens"],
+                              stream=True, **how) for ids in prompts]
+
+    def tokens():
+        for row, stream in enumerate(streams):
+            torch.manual_seed((options["seed"] + row) % 2 ** 64)
+            for token in stream:
+                yield {row: token.item()}
+                if token.item() in ends:
+                    break
+    return tokens()
+
+
+def show(steps, enc, ends, prompts, most):
+    """
+    Print all rows, one after the other: the first one as it is decoded, the next ones what they
+    have by then, and so on → how many tokens that was. most: tokens of a row.
+    """
+    decoders = [tokenizer.StreamDecoder(enc) for _ in prompts]
+    texts, left, row, count = list(prompts), [most] * len(prompts), 0, 0
+    print(texts[0], end="", flush=True)
+    texts[0] = ""
+    for new in steps:
+        count += len(new)
+        for i, token in new.items():
+            left[i] = 0 if token in ends else left[i] - 1
+            if token not in ends:
+                texts[i] += decoders[i].push(token)
+            if not left[i]:
+                texts[i] += decoders[i].finish() + "\n"
+        while row < len(texts):
+            print(texts[row], end="", flush=True)
+            texts[row] = ""
+            if left[row]:
+                break
+            row += 1
+            if row < len(texts):
+                print("\n" + "-" * 80)
+    return count
+
+
 def read_arguments(arguments):
-    """→ {name: value}, checked, the prompt as it is to be read. Errors: ValueError."""
+    """→ {name: value}, checked, and prompts: those to be read. Errors: ValueError."""
     files = [a.partition("=")[2] for a in arguments if a.startswith("--image=")]
     arguments = [a for a in arguments if not a.startswith("--image=")]
     options, rest = cli.options(arguments, DEFAULTS)
@@ -93,27 +134,47 @@ def read_arguments(arguments):
         raise ValueError(f"--seed={options['seed']}: expected 0 ≤ seed < 2**64")
     for name in ("from", "out_dir"):
         options[name] = str(Path(options[name]).expanduser()) if options[name] else ""
-    prompt = options["prompt"]
-    if prompt.startswith("FILE:"):
-        try:
-            prompt = cli.read_text(Path(prompt[5:]).expanduser())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--prompt: {error}") from None
-    elif prompt != "\n":
-        prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
-    if files and prompt == "\n":
-        prompt = ""               # an image is enough to start from
-    elif not prompt:
+    options["prompts"] = written_prompts(options, with_images=bool(files))
+    return options
+
+
+def written_prompts(options, with_images):
+    """What --prompt or --prompts says → a list of texts."""
+    prompt, file = options["prompt"], options["prompts"]
+    escapes = lambda text: text.replace("\\n", "\n").replace("\\t", "\t")
+    try:
+        if file and (with_images or prompt != DEFAULTS["prompt"]):
+            raise ValueError("give either --prompts or --prompt and --image")
+        if file:
+            lines = cli.read_text(Path(file).expanduser()).split("\n")
+            prompts = [escapes(line) for line in lines if line]
+        elif prompt.startswith("FILE:"):
+            prompts = [cli.read_text(Path(prompt[5:]).expanduser())]
+        else:
+            prompts = [escapes(prompt)]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--{'prompts' if file else 'prompt'}: {error}") from None
+    if with_images and prompts == ["\n"]:
+        return [""]                # an image is enough to start from
+    if prompts in ([], [""]):
         raise ValueError('--prompt is empty; a model needs at least one token to start from, such '
                          'as --prompt="\\n"')
-    return options | {"prompt": prompt}
+    return prompts
 
 
-def read_prompt(options, model, enc):
-    """→ ids of the prompt, and its images as K3.generate takes them, None without."""
-    prompt, files = options["prompt"], options["images"]
-    if not files:
-        return tokenizer.encode(enc, prompt).tolist(), None
+def read_prompts(options, model, enc):
+    """→ [(prompt, its ids)] of every sample, and the images as K3.generate takes them, or None."""
+    texts, seen = options["prompts"], None
+    if options["images"]:
+        ids, seen = with_images(texts[0], options["images"], model, enc)
+        rows = [(texts[0], ids)]
+    else:
+        rows = [(text, tokenizer.encode(enc, text).tolist()) for text in texts]
+    return [row for row in rows for _ in range(options["num_samples"])], seen
+
+
+def with_images(prompt, files, model, enc):
+    """→ ids of a prompt with images, and the images."""
     if not model.vision or not tokenizer.media_ids(enc):
         raise ValueError("--image: this model has no vision tower, or its tokenizer no tokens for "
                          "images; train one with images (config/reading.py)")

@@ -1762,6 +1762,60 @@ def test_model_generate():
         m.generate(prompt[:, :0], 1)
 
 
+ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [1, 2, 3], [11], [3, 4, 5, 6, 7, 8, 9]]
+
+
+def test_model_rows_of_one_batch():
+    """Texts of different lengths: each is what it would be alone, whenever the others end."""
+    m, most = tiny_model().train(), 12
+
+    def written(prompts, seed=5, **how):
+        texts = [list(ids) for ids in prompts]
+        for new in m.generate_rows(prompts, most, seed, **how):
+            for row, token in new.items():
+                texts[row].append(token)
+        return texts
+    for ids, text in zip(ROWS, written(ROWS, temperature=0)):
+        assert m.generate(torch.tensor([ids]), most, temperature=0)[0].tolist() == text
+    how = dict(temperature=1.3, top_k=20, top_p=0.95)
+    drawn = written(ROWS, **how)
+    assert m.training and drawn == written(ROWS, **how) and drawn[0] != drawn[2]
+    ends = {text[len(ids) + 2 * i] for i, (ids, text) in enumerate(zip(ROWS, drawn))}
+    read, rows = [], []
+    m.embed.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].numel()))
+    for i, text in enumerate(written(ROWS, ends=ends, **how)):
+        n = len(ROWS[i])
+        cut = next(j for j in range(n, n + most) if drawn[i][j] in ends)
+        assert text == drawn[i][:cut + 1]
+        rows.append(cut + 1 - n)
+    # the prompt that is there twice is read once; a row that has ended is computed no more
+    assert sum(read) == sum(map(len, ROWS)) - 3 + sum(rows) - len(rows) and len(set(rows)) > 2
+    for i, ids in enumerate(ROWS):
+        assert written([ids], seed=5 + i, **how)[0] == drawn[i]
+    with pytest.raises(ValueError, match="temperature"):
+        m.generate_rows(ROWS, 1, 0, temperature=-1)
+
+
+def test_mla_joined_caches():
+    """What stands behind a row's end is never seen. Joined rows join again."""
+    m = tiny_model(mla_every=1).eval()
+    with torch.no_grad():
+        logits, cache = m.read(ROWS)
+        for ids, own in zip(ROWS, logits):
+            assert error(own, m(torch.tensor([ids]))[0][0, -1:]) < 1e-5
+        more, other = m.read([[20, 21, 22, 23, 24, 25, 26, 27, 28]])
+        for layer in cache:
+            for row, length in zip(layer["latents"], layer["length"].tolist()):
+                row[length:] = 1e4
+        cache = [model.join(pair) for pair in zip(cache, other)]
+        following = torch.tensor([[30, 31], [32, 33], [34, 35], [36, 37], [38, 39], [40, 41]])
+        found = m(following, cache=model.rows_of(cache, [0, 1, 2, 3, 4, 5]))[0]
+        prompts = [*ROWS, [20, 21, 22, 23, 24, 25, 26, 27, 28]]
+        for ids, new, own in zip(prompts, following, found):
+            truth = m(torch.tensor([ids + new.tolist()]))[0][0, -2:]
+            assert error(own, truth) < 1e-5
+
+
 def test_model_streams_side_by_side():
     """Two texts, token by token in turn: each as it would be alone. Training may go on between."""
     m, prompts = tiny_model().train(), torch.randint(0, 61, (2, 1, 5))
@@ -4454,9 +4508,23 @@ def test_sample(five_steps, tmp_path, monkeypatch, capsys):
     a = run_python(tmp_path, "sample.py", *source, *how)
     assert a.returncode == 0 and "tokens/s" in a.stderr, a.stderr
     assert a.stdout.startswith("HAM\n😀")
-    first, second = a.stdout.split("\n" + "-" * 80 + "\n")
+    rule = "\n" + "-" * 80 + "\n"
+    first, second = a.stdout.split(rule)
     assert first != second.rstrip("\n") and a.stdout == sample(*how).stdout
     refused(sample("--prompt="), "prompt is empty")
+
+    def printed(*arguments):
+        sample_py.main([*source, *arguments])
+        return capsys.readouterr().out
+    # a sample is what it would be alone, with its own seed; so are the prompts of a file
+    assert printed("--prompt=HAM\\n😀", "--max_new_tokens=40", "--seed=4") == second
+    Path("prompts.txt").write_text("HAM\\n😀\n\nTo be, or not\r\nx\n")
+    three = "--prompts=prompts.txt", "--max_new_tokens=30", "--num_samples=2", "--seed=3"
+    texts = printed(*three).split(rule)
+    assert len(texts) == 6 and texts[0].startswith("HAM\n😀") and texts[5].startswith("x")
+    for i, prompt in ((1, "HAM\\n😀"), (2, "To be, or not"), (5, "x")):
+        alone = printed(f"--prompt={prompt}", "--max_new_tokens=30", f"--seed={3 + i}")
+        assert texts[i].rstrip("\n") == alone.rstrip("\n")
 
     Path("p.txt").write_text("OPHELIA.\n")
     greedy = "--max_new_tokens=2", "--temperature=0", "--top_k=5", "--top_p=0.5"
@@ -4470,9 +4538,32 @@ def test_sample(five_steps, tmp_path, monkeypatch, capsys):
             ("--temperature=nan", "temperature"),
             ("--device=tpu", "tpu"),
             ("--out_dir=nowhere", "no checkpoint in nowhere"),
-            ("--prompt=caf\udce9", "surrogate")]:
+            ("--prompt=caf\udce9", "surrogate"),
+            ("--prompts=none.txt", "--prompts: .*none.txt"),
+            ("--prompts=empty.txt", "--prompt is empty")]:
+        Path("empty.txt").write_text("\n\n")
         with pytest.raises(ValueError, match=word):
             sample_py.main([*source, argument])
+    for other in ("--prompt=x", "--image=x.png"):
+        with pytest.raises(ValueError, match="either --prompts or --prompt and --image"):
+            sample_py.main([*source, "--prompts=prompts.txt", other])
+
+
+def test_sample_shows_rows_in_order(capsys):
+    """The first one as it comes; the others from where they are then. A character comes whole."""
+    enc = tokenizer.make("bytes")
+    ids = [list(text.encode()) for text in ("abé", "x", "yz")]
+    ids[1] += [256]
+    seen = []
+
+    def steps():
+        for i in range(4):
+            yield {row: own[i] for row, own in enumerate(ids) if i < len(own)}
+            seen.append(capsys.readouterr().out)
+    count = sample_py.show(steps(), enc, {256}, ["A:", "B:", "C:"], most=4)
+    rest, rule = capsys.readouterr().out, "\n" + "-" * 80 + "\n"
+    assert seen[:3] == ["A:a", "b", ""] and count == 8
+    assert "".join(seen) + rest == f"A:abé\n{rule}B:x\n{rule}C:yz"
 
 
 def test_sample_settings_as_people_write_them(tmp_path):
@@ -4485,7 +4576,7 @@ def test_sample_settings_as_people_write_them(tmp_path):
             sample_py.read_arguments(arguments)
     assert sample_py.read_arguments(["--out_dir=~/x"])["out_dir"] == os.path.expanduser("~/x")
     (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfHAM")  # a byte-order mark is no text
-    assert sample_py.read_arguments([f"--prompt=FILE:{tmp_path}/mark.txt"])["prompt"] == "HAM"
+    assert sample_py.read_arguments([f"--prompt=FILE:{tmp_path}/mark.txt"])["prompts"] == ["HAM"]
 
 
 @slow

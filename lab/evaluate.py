@@ -31,6 +31,7 @@ import torch.nn.functional as F
 import checkpoint
 import cli
 from data import tokenizer
+from model import rows_of
 from ops import fp32
 from sample import load_released
 
@@ -193,15 +194,6 @@ class Scorer:
 
 def in_batches(items, size):
     return [items[i:i + size] for i in range(0, len(items), size)]
-
-
-def rows_of(cache, rows):
-    """A cache whose row i is row rows[i] of this one."""
-    def chosen(value):
-        if isinstance(value, torch.Tensor):
-            return value[rows]
-        return value if isinstance(value, int) else [chosen(part) for part in value]
-    return [{name: chosen(value) for name, value in layer.items()} for layer in cache]
 
 
 def run_tasks(scorer, options):
