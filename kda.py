@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dispatch import pass_on
-from ops import RMSNorm, by_hand, fp32, keep_dtype, kernels, linears
+from ops import RMSNorm, by_hand, fp32, keep_dtype, kernels, linears, triton_takes
 
 # --------------------------------------------------------------------------------------------------
 # 1. The recurrence
@@ -439,25 +439,40 @@ class KDA(nn.Module):
         self.o_proj = nn.Linear(self.H * self.V, d, bias=False)
 
     def forward(self, x, cache=None):
-        *inputs, b, z = linears(x, self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj)
+        *inputs, low, b, gate = linears(x, self.q_proj, self.k_proj, self.v_proj, self.f_a_proj,
+                                        self.b_proj, self.g_proj)
+        raw = self.f_b_proj(low)  # (B, T, H·K)
         tails = cache["tails"] if cache else self.tails_before(inputs)
-        convolved = [conv(y, tail) for conv, y, tail in zip(self._convs(), inputs, tails)]
-        q, k, v = (y.unflatten(-1, (self.H, -1)) for y, _ in convolved)  # (B, T, H, ·)
-        q, k = unit(q), unit(k)
-        beta = fp32(b).sigmoid()  # (B, T, H)
-        g = self.log_decay(x)  # (B, T, H, K)
+        (q, k, v, g, beta), new_tails = self.arguments(inputs, raw, b, tails)
         state = cache["state"] if cache else self.state_before(k, v, g, beta)
         o, new_state = kda(q, k, v, g, beta, state)
         if cache:
             if "window" in cache:
                 cache["window"] = state, tails, *(y.detach() for y in (*inputs, k, v, g, beta))
             cache["state"] = new_state.detach()
-            cache["tails"] = tuple(tail for _, tail in convolved)
-        return self.o_proj(z.sigmoid() * self.o_norm(o).flatten(2))  # of (B, T, H·V)
+            cache["tails"] = new_tails
+        if triton_takes(o):
+            o = kernels.norm(o, self.o_norm.weight, self.o_norm.eps, gate).flatten(2)
+        else:
+            o = gate.sigmoid() * self.o_norm(o).flatten(2)
+        return self.o_proj(o)  # of (B, T, H·V)
+
+    def arguments(self, inputs, raw, b, tails):
+        """What kda takes, from x's projections. → (q, k, v, g, beta), and the new tails."""
+        if triton_takes(raw) and not self.softplus:
+            return kernels.kda_arguments(inputs, raw, b, tails, [c.weight for c in self._convs()],
+                                         self.A_log, self.dt_bias, self.g_min)
+        convolved = [conv(y, tail) for conv, y, tail in zip(self._convs(), inputs, tails)]
+        q, k, v = (y.unflatten(-1, (self.H, -1)) for y, _ in convolved)  # (B, T, H, ·)
+        beta = fp32(b).sigmoid()  # (B, T, H)
+        return (unit(q), unit(k), v, self.decay(raw), beta), tuple(tail for _, tail in convolved)
 
     def log_decay(self, x):
         """x (B, T, d) → g (B, T, H, K), fp32 (fp64 from an fp64 model)."""
-        z = (fp32(self.f_b_proj(self.f_a_proj(x))) + self.dt_bias).unflatten(-1, (self.H, self.K))
+        return self.decay(self.f_b_proj(self.f_a_proj(x)))
+
+    def decay(self, raw):
+        z = (fp32(raw) + self.dt_bias).unflatten(-1, (self.H, self.K))
         slope = self.A_log.exp().unsqueeze(-1)
         if self.softplus:  # Kimi Linear's gate, cut off at the tiles' limit: e^-5 keeps 0.7%
             return (-slope * F.softplus(z)).clamp(min=self.g_min)

@@ -33,7 +33,6 @@ Shapes: B sequences, T tokens, H heads, K and V channels of a key and a value, N
 BH is B·H, every head of every sequence, and bh one of them. A token tensor is (B, T, H, ·), a chunk
 tensor (BH, N, rows, ·). Programs go through K and V in blocks of BK and BV.
 """
-import math
 import os
 import re
 import subprocess
@@ -43,8 +42,19 @@ import torch
 import triton
 import triton.language as tl
 
+import elementwise
+from elementwise import (  # noqa: F401 (all element-wise work can be imported from here, too)
+    LOG2E,
+    kda_arguments,
+    launch,
+    load,
+    mix,
+    norm,
+    situ,
+    store,
+)
+
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-LOG2E = tl.constexpr(math.log2(math.e))
 # Splits a tile's exponents evenly between rows and columns, 2^±64 at g = −5.9. kda.py has less, as
 # its columns move on from tile to tile.
 SHIFT = tl.constexpr(64.0)
@@ -75,20 +85,9 @@ def _matrix(index, rows, R, columns, D):
 
 
 @triton.jit
-def _load(x, place):
-    """Zero outside."""
-    return tl.load(x + place[0], mask=place[1], other=0.0)
-
-
-@triton.jit
-def _store(x, place, value):
-    tl.store(x + place[0], value.to(x.dtype.element_ty), mask=place[1])
-
-
-@triton.jit
 def _running_sum(g, place):
     """G (C, BK), the sum of log decays up to each row in base 2, and its last row G_C (BK)."""
-    G = tl.cumsum(_load(g, place).to(tl.float32) * LOG2E, axis=0)
+    G = tl.cumsum(load(g, place).to(tl.float32) * LOG2E, axis=0)
     is_last = tl.arange(0, G.shape[0]) == G.shape[0] - 1
     return G, tl.sum(tl.where(is_last[:, None], G, 0.0), axis=0)
 
@@ -127,15 +126,15 @@ def scores(q, k, g, beta, A_qk, L, T, H, N, K, scale,
         part = _tokens(bh, chunk * C + rows, T, H, K, kk)
         G, _ = _running_sum(g, whole)
         row, col = _factors(G, tile, C, BK)
-        seen_k = tl.trans(_load(k, whole).to(tl.float32) * col)                            # (BK, C)
-        a_qk += _dot(_load(q, part).to(tl.float32) * row, seen_k, DOT)
-        a_kk += _dot(_load(k, part).to(tl.float32) * row, seen_k, DOT)
+        seen_k = tl.trans(load(k, whole).to(tl.float32) * col)                            # (BK, C)
+        a_qk += _dot(load(q, part).to(tl.float32) * row, seen_k, DOT)
+        a_kk += _dot(load(k, part).to(tl.float32) * row, seen_k, DOT)
 
     # β by row, the scale, and the causal masks
-    a_kk *= _load(beta, _tokens(bh, chunk * C + rows, T, H, 1, tl.arange(0, 1)))
+    a_kk *= load(beta, _tokens(bh, chunk * C + rows, T, H, 1, tl.arange(0, 1)))
     square = _matrix(bh * N + chunk, rows, C, j, C)
-    _store(A_qk, square, tl.where(rows[:, None] >= j[None, :], a_qk * scale, 0.0))
-    _store(L, square, tl.where(rows[:, None] > j[None, :], a_kk, 0.0))
+    store(A_qk, square, tl.where(rows[:, None] >= j[None, :], a_qk * scale, 0.0))
+    store(L, square, tl.where(rows[:, None] > j[None, :], a_kk, 0.0))
 
 
 @triton.jit
@@ -165,30 +164,30 @@ def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, 
     D = tl.reshape(tl.where(is_diagonal, tl.reshape(X, (C, 1, 16)), 0.0), (C, C))
     for t in range(1, C // 16):
         earlier = i[None, :] < t * 16
-        left = tl.where(earlier, _load(L, _matrix(index, t * 16 + r, C, i, C)), 0.0)       # (16, C)
+        left = tl.where(earlier, load(L, _matrix(index, t * 16 + r, C, i, C)), 0.0)       # (16, C)
         here = (tile == t)[:, None, None]
         X_tt = tl.sum(tl.where(here, X, 0.0), axis=0)                                     # (16, 16)
         new = _dot(X_tt, _dot(left, D, SOLVE), SOLVE)                                      # (16, C)
         D -= tl.reshape(tl.where(here, new[None], 0.0), (C, C))
-    _store(inverse, _matrix(index, i, C, i, C), D)
+    store(inverse, _matrix(index, i, C, i, C), D)
 
     # W from the keys, beside the scaled copies of q and k
-    b = _load(beta, _tokens(bh, chunk * C + i, T, H, 1, tl.arange(0, 1)))                   # (C, 1)
+    b = load(beta, _tokens(bh, chunk * C + i, T, H, 1, tl.arange(0, 1)))                   # (C, 1)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
         by_k, out = _tokens(bh, chunk * C + i, T, H, K, kk), _matrix(index, i, C, kk, K)
         G, G_C = _running_sum(g, by_k)
-        bq, bk = _load(q, by_k).to(tl.float32), _load(k, by_k).to(tl.float32)
-        _store(W, out, _dot(D, bk * tl.exp2(G) * b, DOT))
-        _store(q_plus, out, bq * tl.exp2(G) * scale)
-        _store(k_minus, out, bk * tl.exp2(G_C[None, :] - G))
-        _store(total, (index.to(tl.int64) * K + kk, kk < K), tl.exp2(G_C))
+        bq, bk = load(q, by_k).to(tl.float32), load(k, by_k).to(tl.float32)
+        store(W, out, _dot(D, bk * tl.exp2(G) * b, DOT))
+        store(q_plus, out, bq * tl.exp2(G) * scale)
+        store(k_minus, out, bk * tl.exp2(G_C[None, :] - G))
+        store(total, (index.to(tl.int64) * K + kk, kk < K), tl.exp2(G_C))
 
     # U₀ from the values
     for start in range(0, V, BV):
         vv = start + tl.arange(0, BV)
-        bv = _load(v, _tokens(bh, chunk * C + i, T, H, V, vv)).to(tl.float32)
-        _store(U0, _matrix(index, i, C, vv, V), _dot(D, bv * b, DOT))
+        bv = load(v, _tokens(bh, chunk * C + i, T, H, V, vv)).to(tl.float32)
+        store(U0, _matrix(index, i, C, vv, V), _dot(D, bv * b, DOT))
 
 
 @triton.jit
@@ -201,24 +200,24 @@ def states(W, U0, k_minus, total, first, U, entering, last, N, K, V,
     """
     bh = tl.program_id(1)
     i, kk, vv = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    S = _load(first, _matrix(bh, kk, K, vv, V)).to(tl.float32)                            # (KP, BV)
+    S = load(first, _matrix(bh, kk, K, vv, V)).to(tl.float32)                            # (KP, BV)
     for chunk in range(N):
         index = bh * N + chunk
         by_k, by_v = _matrix(index, i, C, kk, K), _matrix(index, i, C, vv, V)
         if entering is not None:
-            _store(entering, _matrix(index, kk, K, vv, V), S)
+            store(entering, _matrix(index, kk, K, vv, V), S)
         # U = U₀ − W S
-        w = _load(W, by_k)
+        w = load(W, by_k)
         u = -_dot(w, S.to(w.dtype), DOT)                                                   # (C, BV)
         if U0 is not None:
-            u += _load(U0, by_v).to(tl.float32)
+            u += load(U0, by_v).to(tl.float32)
         if U is not None:
-            _store(U, by_v, u)
+            store(U, by_v, u)
         # S ← Diag(e^{G_C}) S + K⁻ᵀ U
-        keep = _load(k_minus, by_k)
-        S *= _load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
+        keep = load(k_minus, by_k)
+        S *= load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
         S += _dot(tl.trans(keep), u.to(keep.dtype), DOT)
-    _store(last, _matrix(bh, kk, K, vv, V), S)
+    store(last, _matrix(bh, kk, K, vv, V), S)
 
 
 @triton.jit
@@ -227,13 +226,13 @@ def output(q_plus, A_qk, U, entering, o, T, H, N, K, V,
     """O = A_qk U + Q⁺ S, a token tensor. Grid (N, blocks of V, BH)."""
     chunk, bh = tl.program_id(0), tl.program_id(2)
     index, i, vv = bh * N + chunk, tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
-    a, u = _load(A_qk, _matrix(index, i, C, i, C)), _load(U, _matrix(index, i, C, vv, V))
+    a, u = load(A_qk, _matrix(index, i, C, i, C)), load(U, _matrix(index, i, C, vv, V))
     out = _dot(a, u, DOT)                                                                  # (C, BV)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
-        q_block = _load(q_plus, _matrix(index, i, C, kk, K))
-        out += _dot(q_block, _load(entering, _matrix(index, kk, K, vv, V)), DOT)
-    _store(o, _tokens(bh, chunk * C + i, T, H, V, vv), out)
+        q_block = load(q_plus, _matrix(index, i, C, kk, K))
+        out += _dot(q_block, load(entering, _matrix(index, kk, K, vv, V)), DOT)
+    store(o, _tokens(bh, chunk * C + i, T, H, V, vv), out)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -248,22 +247,22 @@ def dstates(W, q_plus, k_minus, A_qk, total, do, dlast, dU, leaving, dfirst, T, 
     """
     bh = tl.program_id(1)
     i, kk, vv = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    dS = _load(dlast, _matrix(bh, kk, K, vv, V)).to(tl.float32)                           # (KP, BV)
+    dS = load(dlast, _matrix(bh, kk, K, vv, V)).to(tl.float32)                           # (KP, BV)
     for step in range(N):
         chunk = N - 1 - step
         index = bh * N + chunk
-        _store(leaving, _matrix(index, kk, K, vv, V), dS)
+        store(leaving, _matrix(index, kk, K, vv, V), dS)
         # dU = A_qkᵀ dO + K⁻ dS
         by_k = _matrix(index, i, C, kk, K)
-        a, keep = _load(A_qk, _matrix(index, i, C, i, C)), _load(k_minus, by_k)
-        bdo = _load(do, _tokens(bh, chunk * C + i, T, H, V, vv)).to(a.dtype)
+        a, keep = load(A_qk, _matrix(index, i, C, i, C)), load(k_minus, by_k)
+        bdo = load(do, _tokens(bh, chunk * C + i, T, H, V, vv)).to(a.dtype)
         du = _dot(tl.trans(a), bdo, DOT) + _dot(keep, dS.to(keep.dtype), DOT)
-        _store(dU, _matrix(index, i, C, vv, V), du)
+        store(dU, _matrix(index, i, C, vv, V), du)
         # dS ← Diag(e^{G_C}) dS + Q⁺ᵀ dO − Wᵀ dU
-        dS *= _load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
-        dS += _dot(tl.trans(_load(q_plus, by_k)), bdo, DOT)
-        dS -= _dot(tl.trans(_load(W, by_k)), du.to(a.dtype), DOT)
-    _store(dfirst, _matrix(bh, kk, K, vv, V), dS)
+        dS *= load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
+        dS += _dot(tl.trans(load(q_plus, by_k)), bdo, DOT)
+        dS -= _dot(tl.trans(load(W, by_k)), du.to(a.dtype), DOT)
+    store(dfirst, _matrix(bh, kk, K, vv, V), dS)
 
 
 @triton.jit
@@ -277,21 +276,21 @@ def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V,
     index, i = bh * N + chunk, tl.arange(0, C)
     square = _matrix(index, i, C, i, C)
     by_token = _tokens(bh, chunk * C + i, T, H, 1, tl.arange(0, 1))
-    b, back = tl.maximum(_load(beta, by_token), 1e-30), tl.trans(_load(inverse, square))
+    b, back = tl.maximum(load(beta, by_token), 1e-30), tl.trans(load(inverse, square))
     a_qk, a_kk = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     db = tl.zeros((C,), tl.float32)
     for start in range(0, V, BV):
         vv = start + tl.arange(0, BV)
         by_v, by_token_v = _matrix(index, i, C, vv, V), _tokens(bh, chunk * C + i, T, H, V, vv)
-        u, dr = _load(U, by_v), _dot(back, _load(dU, by_v), DOT)                           # (C, BV)
+        u, dr = load(U, by_v), _dot(back, load(dU, by_v), DOT)                           # (C, BV)
         db += tl.sum(dr * (u.to(tl.float32) / b), axis=1)
         dr *= b
-        _store(dv, by_token_v, dr)
-        a_qk += _dot(_load(do, by_token_v).to(u.dtype), tl.trans(u), DOT)
+        store(dv, by_token_v, dr)
+        a_qk += _dot(load(do, by_token_v).to(u.dtype), tl.trans(u), DOT)
         a_kk -= _dot(dr.to(u.dtype), tl.trans(u), DOT)
-    _store(dbeta, by_token, db[:, None])
-    _store(dA_qk, square, tl.where(i[:, None] >= i[None, :], a_qk, 0.0))
-    _store(dA_kk, square, tl.where(i[:, None] > i[None, :], a_kk, 0.0))
+    store(dbeta, by_token, db[:, None])
+    store(dA_qk, square, tl.where(i[:, None] >= i[None, :], a_qk, 0.0))
+    store(dA_kk, square, tl.where(i[:, None] > i[None, :], a_kk, 0.0))
 
 
 @triton.jit
@@ -312,13 +311,13 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
     for start in range(0, V, BV):
         vv = start + tl.arange(0, BV)
         by_state, by_v = _matrix(index, kk, K, vv, V), _tokens(bh, chunk * C + i, T, H, V, vv)
-        S, dS = _load(entering, by_state), _load(leaving, by_state)                       # (BK, BV)
+        S, dS = load(entering, by_state), load(leaving, by_state)                       # (BK, BV)
         held += tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1)
-        drow_q += _dot(_load(do, by_v).to(S.dtype), tl.trans(S), DOT)
-        drow_k -= _dot(_load(dv, by_v).to(S.dtype), tl.trans(S), DOT)
-        dkeep += _dot(_load(U, _matrix(index, i, C, vv, V)), tl.trans(dS), DOT)
+        drow_q += _dot(load(do, by_v).to(S.dtype), tl.trans(S), DOT)
+        drow_k -= _dot(load(dv, by_v).to(S.dtype), tl.trans(S), DOT)
+        dkeep += _dot(load(U, _matrix(index, i, C, vv, V)), tl.trans(dS), DOT)
     G, G_C = _running_sum(g, by_k)
-    bk = _load(k, by_k).to(tl.float32)
+    bk = load(k, by_k).to(tl.float32)
     drow_q, drow_k = drow_q * tl.exp2(G), drow_k * tl.exp2(G)
     dkeep = dkeep * tl.exp2(G_C[None, :] - G)
 
@@ -328,9 +327,9 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
         rows = tile * 16 + tl.arange(0, 16)
         row, col = _factors(G, tile, C, BK)
         part, strip = _tokens(bh, chunk * C + rows, T, H, K, kk), _matrix(index, rows, C, i, C)
-        rows_q = _load(q, part).to(tl.float32) * scale * row                              # (16, BK)
-        rows_k = _load(k, part).to(tl.float32) * row
-        a_qk, a_kk = _load(dA_qk, strip), _load(dA_kk, strip)                              # (16, C)
+        rows_q = load(q, part).to(tl.float32) * scale * row                              # (16, BK)
+        rows_k = load(k, part).to(tl.float32) * row
+        a_qk, a_kk = load(dA_qk, strip), load(dA_kk, strip)                              # (16, C)
         here = (tl.arange(0, C // 16) == tile)[:, None, None]
         new = (_dot(a_qk, col * bk, DOT) * row)[None]                                  # (1, 16, BK)
         drow_q += tl.reshape(tl.where(here, new, 0.0), (C, BK))
@@ -339,12 +338,12 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
         dcol += col * (_dot(tl.trans(a_qk), rows_q, DOT) + _dot(tl.trans(a_kk), rows_k, DOT))
 
     # the decays
-    dG = _load(q, by_k).to(tl.float32) * drow_q * scale + bk * (drow_k - dcol)
+    dG = load(q, by_k).to(tl.float32) * drow_q * scale + bk * (drow_k - dcol)
     dG_C = tl.sum(bk * dkeep, axis=0) + tl.exp2(G_C) * held
     dG += tl.where((i == C - 1)[:, None], dG_C[None, :], 0.0)
-    _store(dq, by_k, drow_q * scale)
-    _store(dk, by_k, drow_k + dcol)
-    _store(dg, by_k, tl.cumsum(dG, axis=0, reverse=True))
+    store(dq, by_k, drow_q * scale)
+    store(dk, by_k, drow_k + dcol)
+    store(dg, by_k, tl.cumsum(dG, axis=0, reverse=True))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -374,12 +373,6 @@ _dsolve = _tuned(dsolve, ["V", "C"],
     (4, 2, dict(BV=32)), (4, 2, dict(BV=64)), (8, 2, dict(BV=64)))
 _dinputs = _tuned(dinputs, ["K", "V", "C"],
     (4, 2, dict(BK=16, BV=64)), (8, 2, dict(BK=32, BV=32)), (4, 3, dict(BK=16, BV=32)))
-
-
-def _launch(x, kernel, grid, *arguments, **constants):
-    """On the GPU that holds x; by itself Triton would take the current one."""
-    with torch.cuda.device_of(x):
-        kernel[grid](*arguments, **constants)
 
 
 class _Chunks:
@@ -438,7 +431,7 @@ class _Chunks:
         constants |= self.fixed
         if not self.tune:
             kernel, constants = kernel.fn, constants | kernel.configs[0].all_kwargs()
-        _launch(self.beta, kernel, grid, *arguments, **constants)
+        launch(self.beta, kernel, grid, *arguments, **constants)
 
 
 class _KDA(torch.autograd.Function):
@@ -577,18 +570,18 @@ def decode(q, k, v, g, beta, state, new_state, o, kept, T, H, K, V, scale,
     bh = tl.program_id(1)
     kk, vv = tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
     whole = _matrix(bh, kk, K, vv, V)
-    S = _load(state, whole)
+    S = load(state, whole)
     count = T if kept is None else tl.load(kept + bh // H).to(tl.int32)
     for t in range(count):
         row = (bh // H * T + t) * H + bh % H
         by_k, by_v = (row * K + kk, kk < K), (row * V + vv, vv < V)
-        S *= tl.exp2(_load(g, by_k).to(tl.float32) * LOG2E)[:, None]
-        bk, bq = _load(k, by_k).to(tl.float32)[:, None], _load(q, by_k).to(tl.float32)[:, None]
-        error = _load(v, by_v).to(tl.float32) - tl.sum(S * bk, axis=0)
+        S *= tl.exp2(load(g, by_k).to(tl.float32) * LOG2E)[:, None]
+        bk, bq = load(k, by_k).to(tl.float32)[:, None], load(q, by_k).to(tl.float32)[:, None]
+        error = load(v, by_v).to(tl.float32) - tl.sum(S * bk, axis=0)
         S += bk * (tl.load(beta + row).to(tl.float32) * error)[None, :]
         if o is not None:
-            _store(o, by_v, tl.sum(S * bq, axis=0) * scale)
-    _store(new_state, whole, S)
+            store(o, by_v, tl.sum(S * bq, axis=0) * scale)
+    store(new_state, whole, S)
 
 
 @torch.compiler.disable
@@ -607,159 +600,9 @@ def kda_decode(q, k, v, g, beta, state, new_state=None, kept=None):
                          f"got strides {state.stride()}")
     o = None if kept is not None else torch.empty(v.shape, dtype=v.dtype, device=v.device)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    _launch(q, decode, (triton.cdiv(V, 32), B * H), q, k, v, g, beta, state, new_state, o, kept,
-            T, H, K, V, K ** -0.5, KP=triton.next_power_of_2(K), BV=32, num_warps=4)
+    launch(q, decode, (triton.cdiv(V, 32), B * H), q, k, v, g, beta, state, new_state, o, kept,
+           T, H, K, V, K ** -0.5, KP=triton.next_power_of_2(K), BV=32, num_warps=4)
     return o
-
-
-# --------------------------------------------------------------------------------------------------
-# SiTU-GLU's activation (moe.py). In bf16, an element costs 6 bytes forward and 10 backward, and
-# keeps 4 for backward; as separate operations of torch about 100 and 120 are moved, and 12 kept.
-
-@triton.jit
-def _tanh(x):
-    small = tl.abs(x) < 0.03     # where the difference would cancel
-    return tl.where(small, x - x * x * x / 3, 2.0 / (1.0 + tl.exp2(x * LOG2E * -2.0)) - 1.0)
-
-
-@triton.jit
-def situ_kernel(g, u, y, dy, dg, du, stride_g, stride_u, size, width, beta, linear_beta,
-                BLOCK: tl.constexpr):
-    """y from g and u or, given dy, dg and du. linear_beta = 0 stands for no limit."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row, column, inside = i // width, i % width, i < size
-    bg = _load(g, (row * stride_g + column, inside)).to(tl.float32)
-    bu = _load(u, (row * stride_u + column, inside)).to(tl.float32)
-    a, s = _tanh(bg / beta), 1.0 / (1.0 + tl.exp2(bg * LOG2E * -1.0))
-    c = _tanh(bu / tl.maximum(linear_beta, 1e-30))
-    up = tl.where(linear_beta > 0, c * linear_beta, bu)
-    dup = tl.where(linear_beta > 0, 1 - c * c, 1.0)
-    if dy is None:
-        _store(y, (i, inside), beta * a * s * up)
-    else:
-        bdy = _load(dy, (i, inside)).to(tl.float32)
-        _store(dg, (i, inside), bdy * up * ((1 - a * a) * s + beta * a * s * (1 - s)))
-        _store(du, (i, inside), bdy * beta * a * s * dup)
-
-
-class _SiTU(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, g, u, beta, linear_beta):
-        if u.shape != g.shape or u.device != g.device:
-            raise ValueError(f"u: expected {tuple(g.shape)} on {g.device}, as g, "
-                             f"got {tuple(u.shape)} on {u.device}")
-        y, width = torch.empty(g.shape, dtype=g.dtype, device=g.device), g.shape[-1]
-        # halves of one matrix stay views
-        g, u = (x.reshape(-1, width) if x.stride(-1) == 1 else x.contiguous().view(-1, width)
-                for x in (g, u))
-        ctx.save_for_backward(g, u)
-        ctx.rest = g.stride(0), u.stride(0), y.numel(), width, beta, linear_beta or 0.0
-        _launch(y, situ_kernel, (triton.cdiv(y.numel(), 1024),),
-                g, u, y, None, None, None, *ctx.rest, BLOCK=1024)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        (g, u), dy = ctx.saved_tensors, dy.contiguous()
-        dg, du = (torch.empty(dy.shape, dtype=x.dtype, device=x.device) for x in (g, u))
-        _launch(dy, situ_kernel, (triton.cdiv(dy.numel(), 1024),),
-                g, u, None, dy, dg, du, *ctx.rest, BLOCK=1024)
-        return dg, du, None, None
-
-
-situ = _SiTU.apply     # g, u (..., m), beta, linear_beta or None → (..., m)
-
-
-# --------------------------------------------------------------------------------------------------
-# The mixture of attention residuals (attnres.py). Every source is read once forward and twice
-# backward, and 4 bytes a token and source are kept. With n sources of d bf16 numbers a token,
-# forward moves 2 (n + 1) d bytes a token; as operations of torch about 26 n d.
-
-@triton.jit
-def mix_forward(u, eps, sources, out, logits, rows, d, BD: tl.constexpr):
-    """One token: a softmax over the sources as they come, so each is read once. Grid (rows)."""
-    at, row = tl.arange(0, BD), tl.program_id(0).to(tl.int64)
-    bu, here = _load(u, (at, at < d)).to(tl.float32), (row * d + at, at < d)
-    top, sum, acc = float("-inf"), 0.0, tl.zeros((BD,), tl.float32)
-    for s in tl.static_range(len(sources)):
-        x = _load(sources[s], here).to(tl.float32)
-        logit = tl.sum(x * bu) * tl.rsqrt(tl.sum(x * x) / d + eps)
-        tl.store(logits + s * rows + row, logit)
-        new = tl.maximum(top, logit)
-        p, fade = tl.exp2((logit - new) * LOG2E), tl.exp2((top - new) * LOG2E)
-        acc, sum, top = acc * fade + p * x, sum * fade + p, new
-    _store(out, here, acc / sum)
-
-
-@triton.jit
-def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d,
-                 ROWS: tl.constexpr, BD: tl.constexpr):
-    """ROWS tokens, which share a row of du (programs, d). Grid (programs)."""
-    at = tl.arange(0, BD)
-    bu, bdu = _load(u, (at, at < d)).to(tl.float32), tl.zeros((BD,), tl.float32)
-    for r in range(ROWS):
-        row = tl.program_id(0).to(tl.int64) * ROWS + r
-        # past the end everything is zero, and adds nothing to du
-        here = row * d + at, at < tl.where(row < rows, d, 0)
-        bdout = _load(dout, here).to(tl.float32)
-
-        # the softmax once more, and Σ p dp as its mean
-        top, sum, mean = float("-inf"), 0.0, 0.0
-        for s in tl.static_range(len(sources)):
-            logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
-            x = _load(sources[s], here).to(tl.float32)
-            new = tl.maximum(top, logit)
-            p, fade = tl.exp2((logit - new) * LOG2E), tl.exp2((top - new) * LOG2E)
-            mean, sum, top = mean * fade + p * tl.sum(bdout * x), sum * fade + p, new
-        mean /= sum
-
-        # through the values, the logits, and the norm
-        for s in tl.static_range(len(sources)):
-            logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
-            x = _load(sources[s], here).to(tl.float32)
-            p, rms = tl.exp2((logit - top) * LOG2E) / sum, tl.rsqrt(tl.sum(x * x) / d + eps)
-            dlogit = p * (tl.sum(bdout * x) - mean)
-            bdu += dlogit * rms * x
-            dx = bdout * p + dlogit * rms * bu - (dlogit * logit * rms * rms / d) * x
-            _store(dsources[s], here, dx)
-    _store(du, (tl.program_id(0) * d + at, at < d), bdu)
-
-
-class _Mix(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, u, eps, *sources):
-        d, shape = u.shape[-1], sources[0].shape
-        for x in sources:
-            if x.shape != shape or x.shape[-1:] != u.shape or x.device != u.device:
-                raise ValueError(f"sources: expected {(*shape[:-1], d)} on {u.device}, to go with "
-                                 f"u {tuple(u.shape)}, got {tuple(x.shape)} on {x.device}")
-        u, *sources = (x.contiguous() for x in (u, *sources))
-        rows = sources[0].numel() // d
-        out = torch.empty_like(sources[0])
-        logits = u.new_empty(len(sources), rows, dtype=torch.float32)
-        _launch(u, mix_forward, (rows,), u, eps, tuple(sources), out, logits, rows, d,
-                BD=triton.next_power_of_2(d), num_warps=4)
-        ctx.save_for_backward(u, logits, *sources)
-        ctx.eps = eps
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        u, logits, *sources = ctx.saved_tensors
-        d, rows, per_program = u.shape[0], logits.shape[1], 16
-        dsources = tuple(torch.empty_like(x) for x in sources)
-        du = u.new_empty(triton.cdiv(rows, per_program), d, dtype=torch.float32)
-        _launch(u, mix_backward, (len(du),), u, ctx.eps, tuple(sources), dout.contiguous(), logits,
-                dsources, du, rows, d, ROWS=per_program, BD=triton.next_power_of_2(d),
-                num_warps=8 if d > 2048 else 4)
-        return du.sum(0).to(u.dtype), None, *dsources
-
-
-mix = _Mix.apply     # u (d), eps, sources (..., d) each → (..., d)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -777,15 +620,22 @@ def report():
         (_scores, "bbffbfiiiis"), (_solve, "bbbfffbbbbbfiiiiis"), (_states, "bbbffbbfiii"),
         (_output, "bbbbbiiiii"), (_dstates, "bbbbfbfbbfiiiii"), (_dsolve, "bfbbbbfffiiii"),
         (_dinputs, "bbfbbbbbffbbfiiiiis"), (decode, "bbbffffbliiiis"),
-        (situ_kernel, "bbnbbbiiiiss"), (mix_forward, "bstbfii"), (mix_backward, "bstbftfii")]
+        (elementwise.norm_forward, "bbfbiiis"), (elementwise.norm_backward, "bbfbbbfiiisi"),
+        (elementwise.arguments_forward, "tttbbffttffiiiis"),
+        (elementwise.arguments_backward, "tttbbfftffttbbfiiiis"),
+        (elementwise.situ_kernel, "bbnbbbiiiiss"), (elementwise.mix_forward, "bstbfii"),
+        (elementwise.mix_backward, "bstbftfii")]
     print(f"triton {triton.__version__}, bf16, 256: fp32; "
           f"registers and spilled bytes of a thread, KB of shared memory a block")
     for kernel, kinds in kernels:
         config = triton.Config(dict(BV=32), num_warps=4, num_stages=2)
         if hasattr(kernel, "configs"):
             kernel, config = kernel.fn, kernel.configs[0]
-        for D in (64, 128, 256) if "KP" in kernel.arg_names else (64, 128):
-            line = f"{kernel.__name__:12s} K = V = {D:3d}"
+        widths = (64, 1024) if "norm" in kernel.__name__ else (1024,)
+        if "K" in kernel.arg_names:
+            widths = (64, 128, 256) if "KP" in kernel.arg_names else (64, 128)
+        for D in widths:
+            line = f"{kernel.__name__:18s} {D:4d} wide"
             for chip in chips:
                 line += f" | {chip[1]}: {_compiled(kernel, kinds, D, config, *chip)}"
             print(line, flush=True)
@@ -795,15 +645,18 @@ def _compiled(kernel, kinds, D, config, backend, arch, warp, limit):
     """kinds: a letter of `words` per argument; those beyond are constants. → what is printed."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    words = dict(b="*bf16" if D < 256 else "*fp32", f="*fp32", t=("*bf16",) * 4,
+    in_fp32 = D == 256 and "KP" in kernel.arg_names
+    words = dict(b="*fp32" if in_fp32 else "*bf16", f="*fp32", t=("*bf16",) * 3,
                  i="i32", l="*i64", s="fp32", n=None)
     types = {name: words[kind] for name, kind in zip(kernel.arg_names, kinds)}
     dot = "ieee" if backend == "hip" else "tf32" if D < 256 else "tf32x3"
-    sizes = dict(C=64, KP=D, BLOCK=1024, BD=1024, ROWS=16, DOT=dot, **config.kwargs)
+    sizes = dict(C=64, KP=D, BLOCK=1024, BD=D, ROWS=1024 // D, WIDTH=4, PAST=4, TAPS=4,
+                 STEPS=D // 8, DOT=dot, **config.kwargs)
     constants = {name: sizes.get(name) for name in kernel.arg_names if types.get(name) is None}
     signature = types | dict.fromkeys(constants, "constexpr")
+    widths = "K", "V", "D", "stride", "width", "d"
     aligned = {(n,): [["tt.divisibility", 16]] for n, (name, word) in enumerate(types.items())
-               if word in ("*bf16", "*fp32") or name in ("K", "V", "width", "d")}
+               if word in ("*bf16", "*fp32") or name in widths}
     source = ASTSource(kernel, signature, constants, aligned)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     try:

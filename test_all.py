@@ -779,8 +779,10 @@ def test_kernels_triton_launches_where_its_tensors_are(monkeypatch):
     gradients(situ, [torch.randn(2, 16), torch.randn(2, 16)], one)
     mix = lambda u, x: kernels.mix(u, 1e-5, x, 2 * x)
     gradients(mix, [torch.randn(16), torch.randn(3, 16)], one)
-    # KDA forward and backward, decoding, then forward and backward of the other two
-    assert all(launches) and len(launches) == 4 + 6 + 1 + 2 + 2
+    gradients(lambda x, w: kernels.norm(x, w, 1e-5), [torch.randn(3, 16), torch.randn(16)], one)
+    gradients(triton_arguments, arguments_inputs(1, 1, 1, 4, 4, 2), one * 5)
+    # KDA forward and backward, decoding, then forward and backward of the others
+    assert all(launches) and len(launches) == 4 + 6 + 1 + 2 + 2 + 2 + 2
 
 
 @interpreted
@@ -831,6 +833,92 @@ def test_kernels_triton_attnres_mix_with_a_strided_query():
 
 
 @interpreted
+def test_kernels_triton_norm():
+    """RMSNorm, of part of a wider matrix, and with a gate; sums over many programs."""
+    torch.manual_seed(0)
+    cases = [((3, 5, 48), None, 64), ((2, 3, 7, 24), 1.0, 24), ((1100, 20), 40.0, 20)]
+    for shape, gate, stride in cases:
+        x, w = torch.randn(*shape[:-1], stride)[..., :shape[-1]] * 3, torch.rand(shape[-1]) + 0.5
+        x = x.detach()
+        inputs = [x, w] if gate is None else [x, w, torch.randn(shape) * gate]
+        definition = lambda x, w, *gate: math.prod(
+            [F.rms_norm(x, w.shape, w, 1e-5), *(y.sigmoid() for y in gate)])
+        weights = [torch.randn(shape)]
+        truth = gradients(definition, [x.double() for x in inputs], weights)
+        leaves = [x.requires_grad_() for x in inputs]     # not cloned: x keeps its strides
+        y = kernels.norm(*leaves[:2], 1e-5, *leaves[2:])
+        ours = [y, *torch.autograd.grad((y * weights[0]).sum(), leaves)]
+        assert all(error(a, b) < 1e-6 for a, b in zip(ours, truth))
+    half = kernels.norm(x.bfloat16(), w, 1e-5)
+    assert half.dtype == torch.bfloat16 and error(half, kernels.norm(x, w, 1e-5)) < 1e-2
+
+
+def arguments_inputs(B, T, H, K, V, width, tail=False, scale=1.0):
+    """For triton_arguments: x of q, k, v; raw, b; weights; A_log, dt_bias; and tails, if wanted."""
+    torch.manual_seed(T)
+    wide = lambda rows: [torch.randn(B, rows, H * D) * scale for D in (K, K, V)]
+    taps = [torch.randn(H * D, 1, width) for D in (K, K, V)]
+    raw, b = torch.randn(B, T, H * K) * scale, torch.randn(B, T, H) * scale
+    rest = torch.randn(H) * 0.3, torch.randn(H * K)
+    return [*wide(T), raw, b, *taps, *rest, *(wide(width - 1) if tail else ())]
+
+
+def triton_arguments(q, k, v, raw, b, wq, wk, wv, A_log, dt_bias, *tails):
+    tails = tails or (None,) * 3
+    return kernels.kda_arguments((q, k, v), raw, b, tails, (wq, wk, wv), A_log, dt_bias, -5.0)[0]
+
+
+def arguments_definition(q, k, v, raw, b, wq, wk, wv, A_log, dt_bias, *tails):
+    H, out = len(A_log), []
+    for x, w, tail in zip((q, k, v), (wq, wk, wv), tails or (None,) * 3):
+        past = w.shape[-1] - 1
+        longer = F.pad(x, (0, 0, past, 0)) if tail is None else torch.cat([tail, x], dim=1)
+        out += [F.silu(F.conv1d(longer.mT, w, groups=len(w))).mT.unflatten(-1, (H, -1))]
+    q, k, v = out
+    q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    z = (raw + dt_bias).unflatten(-1, (H, -1))
+    return q, k, v, -5 * torch.sigmoid(A_log.exp().unsqueeze(-1) * z), b.sigmoid()
+
+
+@interpreted
+@pytest.mark.parametrize("B, T, H, K, V, width, tail, scale", [
+    (2, 9, 2, 16, 24, 4, False, 1), (1, 1, 2, 16, 16, 4, True, 1), (2, 2, 1, 12, 16, 3, True, 1),
+    (1, 133, 1, 16, 16, 4, True, 20)])     # the last in two programs, with gates at their ends
+def test_kernels_triton_kda_arguments(B, T, H, K, V, width, tail, scale, monkeypatch):
+    inputs = arguments_inputs(B, T, H, K, V, width, tail, scale)
+    weights = [torch.randn(B, T, H, D) for D in (K, K, V, K)] + [torch.randn(B, T, H)]
+    truth = gradients(arguments_definition, [x.double() for x in inputs], weights)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        fresh = getattr(owner, name)
+        poisoned = lambda *a, fresh=fresh, **options: fresh(*a, **options).fill_(math.nan)
+        monkeypatch.setattr(owner, name, poisoned)
+    ours = gradients(triton_arguments, inputs, weights)
+    # the slope of a gate at its end is all rounding in fp32
+    assert all(error(a, b) < (1e-6 if scale == 1 else 1e-4) for a, b in zip(ours, truth))
+
+
+@interpreted
+def test_kernels_triton_kda_layer(monkeypatch):
+    """A KDA layer whose element-wise work Triton does, whole and in cached calls, and in bf16."""
+    layer, x = tiny_model().layers[0].attn, torch.randn(2, 9, 32)
+    parameters = list(layer.parameters())
+
+    def run(x):
+        y = layer(x)
+        return y, *torch.autograd.grad((y * y).sum(), parameters)
+    truth = run(x)
+    for name, value in (("kernels", kernels), ("triton_takes", lambda x: True)):
+        monkeypatch.setattr(kda, name, value)
+    assert all(error(a, b) < 1e-5 for a, b in zip(run(x), truth))
+    cache = layer.new_cache(2)
+    with torch.no_grad():
+        parts = [layer(part, cache) for part in x.split([1, 2, 5, 1], dim=1)]
+    assert error(torch.cat(parts, dim=1), truth[0]) < 1e-5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error(layer(x), truth[0]) < 5e-2
+
+
+@interpreted
 @pytest.mark.parametrize("linear_beta", [25.0, None])
 def test_kernels_triton_situ(linear_beta):
     x, weights = torch.randn(5, 7, 48) * 20, [torch.randn(5, 7, 24)]
@@ -862,11 +950,11 @@ def test_kernels_compile():
     """No register spills at the default sizes, and no more shared memory than a block may have."""
     done = subprocess.run([sys.executable, "kernels.py"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()[1:]
-    assert done.returncode == 0 and len(lines) == 25, done.stderr
+    assert done.returncode == 0 and len(lines) == 28, done.stderr
     for line in lines:
         for chip in ("80", "89", "90", "100"):
             assert f" {chip}: " in line and "TOO MUCH" not in line, line
-            assert line.count(" 0 spilled") == 4 or "V = 256" in line, line
+            assert line.count(" 0 spilled") == 4 or " 256 wide" in line, line
 
 
 def test_kda_segments():
@@ -7007,6 +7095,10 @@ def test_lab_gpu_counts_launches(capsys):
     assert [launches[name] for name in backward] == [1, 1, 1]
     # one dense, one shared and one routed SiTU-GLU, forward and backward
     assert launches["situ_kernel"] == 6
+    # of the KDA layer, which asks for no more than these
+    assert launches["arguments_forward"] == launches["arguments_backward"] == 1
+    # the layers' norms, q's and kv's latents in MLA, the experts' and the last; and KDA's output
+    assert launches["norm_forward"] == launches["norm_backward"] == 4 + 2 + 1 + 1 + 1
     # four mixtures read something: all but the first layer's first, and the output's
     assert launches["mix_forward"] == launches["mix_backward"] == 4
     assert 0 < kept < peak
