@@ -31,7 +31,7 @@ from moe import LatentMoE, SiTUGLU, load_figures, update_router_biases
 from mtp import MTP, evaluating, speculate
 from ops import RMSNorm, fp32
 from sizes import K3Config
-from vision import VisionTower, features_here, wrong_count
+from vision import VisionTower, images_here, wrong_count
 
 
 class Layer(nn.Module):
@@ -141,9 +141,10 @@ class K3(nn.Module):
         x, pads = self.embed(idx), idx == self.config.media_pad
         if images is None and not pads.any():
             return x
-        features = x[:0, 0] if images is None else self.vision(*images)  # (N, d)
+        at = slice(None)
         if self.context_group and images is not None:
-            features = features_here(features, pads, self.context_group)
+            images, at = images_here(images, pads, self.context_group)
+        features = x[:0, 0] if images is None else self.vision(*images)[at]  # (N, d)
         if pads.sum() != len(features):
             raise ValueError(wrong_count(pads.sum(), len(features)))
         return x.masked_scatter(pads.unsqueeze(-1), features.to(x.dtype))

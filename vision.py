@@ -274,11 +274,12 @@ class Block(nn.Module):
     def forward(self, x, turn, spans):
         qkv = self.wqkv(self.norm0(x)).view(len(x), 3, self.heads, -1)  # (L, 3, H, K)
         lengths = [images * n for images, n in spans]
-        turned, values = rotate(qkv[:, :2], turn).split(lengths), qkv[:, 2].split(lengths)
+        qk, v = qkv.split((2, 1), dim=1)
+        turned, values = rotate(qk, turn).split(lengths), v.split(lengths)
         o = []
         for qk, v, (images, n) in zip(turned, values, spans):
             q, k = qk.view(images, n, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
-            v = v.view(images, n, self.heads, -1).transpose(1, 2)  # (images, H, n, K)
+            v = v.reshape(images, n, self.heads, -1).transpose(1, 2)  # (images, H, n, K)
             y = F.scaled_dot_product_attention(q, k, v)
             o.append(y.transpose(1, 2).flatten(2).flatten(0, 1))  # (images·n, H·K)
         x = x + self.wo(torch.cat(o))
@@ -298,20 +299,29 @@ def merge(x):
     return windows.reshape(-1, 4 * D)
 
 
-def features_here(features, pads, group):
+def images_here(images, pads, group):
     """
-    Context parallelism: features (N, d) of whole sequences, pads (B, T) of this rank's segments →
-    the features whose pads are here. A row's pads are spread over the ranks of the group in order.
+    Context parallelism: (patches, grids) of whole sequences, pads (B, T) of this rank's segments →
+    those of the images that have pads here, and which of their features these are. A row's pads are
+    spread over the ranks of the group in order; an image may have some on two ranks.
     """
+    patches, grids = images
+    features_of = torch.tensor([math.prod(grid[-2:]) // 4 for grid in grids], dtype=torch.int64)
+    patches_of = torch.tensor([math.prod(grid) for grid in grids], dtype=torch.int64)
+    image = torch.arange(len(grids))
+    of_feature, of_patch = (image.repeat_interleave(n) for n in (features_of, patches_of))
     here = pads.sum(1)  # (B)
     counts = [torch.empty_like(here) for _ in range(group.size())]
     dist.all_gather(counts, here, group=group)
     counts = torch.stack(counts, dim=1)  # (B, ranks)
     first = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)[:, group.rank()]
-    if counts.sum() != len(features):
-        raise ValueError(wrong_count(counts.sum(), len(features)))
-    at = [torch.arange(i, i + n) for i, n in zip(first.tolist(), here.tolist())]
-    return features[torch.cat(at).to(features.device)]
+    if counts.sum() != len(of_feature):
+        raise ValueError(wrong_count(counts.sum(), len(of_feature)))
+    at = torch.cat([torch.arange(i, i + n) for i, n in zip(first.tolist(), here.tolist())])
+    ours = of_feature[at].unique()
+    kept = torch.isin(of_feature, ours)  # (N)
+    patches = patches[torch.isin(of_patch, ours).to(patches.device)]
+    return (patches, [grids[i] for i in ours]), (kept.cumsum(0) - 1)[at].to(patches.device)
 
 
 def wrong_count(pads, features):

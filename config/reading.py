@@ -14,7 +14,7 @@ vit_layers = 4                # the other sizes of the tower are K3Config's defa
 
 batch_size = 16
 context = 256                 # five or six lines, each with its image
-steps = 800
+steps = 1000
 lr = 8e-3
 weight_decay = 0.3
-eval_every = 200
+eval_every = 250

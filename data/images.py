@@ -112,7 +112,7 @@ def encode(enc, document, patch, **limits):
 
 def write(files, split, documents, enc, patch, digest):
     """Documents → the files of a split, {name: path}, and what meta.json says of them."""
-    dtype = tokenizer.token_dtype(enc.n_vocab)
+    dtype, special = tokenizer.token_dtype(enc.n_vocab), [*enc._special_tokens.values()]
     sizes = dict(documents=0, tokens=0, bytes=0, images=0, patches=0, pads=0)
     table = []
     token_path, pixel_path = files[f"{split}.bin"], files[f"{split}.pixels"]
@@ -125,8 +125,9 @@ def write(files, split, documents, enc, patch, digest):
                 table.append((at + begin, at + pads, h, w, first))
                 first += h * w
                 sizes["pads"] += h * w // 4
-            text = "".join(part for part in document if isinstance(part, str))
-            for name, size in dict(documents=1, tokens=len(ids), bytes=len(text.encode()),
+            # the bytes that the tokens stand for, the size written before an image included
+            text = enc.decode_bytes(ids[~np.isin(ids, special)].tolist())
+            for name, size in dict(documents=1, tokens=len(ids), bytes=len(text),
                                    images=len(images), patches=len(patches)).items():
                 sizes[name] += size
             for file, numbers in ((token_file, ids), (pixel_file, patches)):

@@ -56,14 +56,16 @@ def read(folder="out/reading"):
     print(f"loss of plain text {plain_loss(model, enc):.3f} nats per byte")
 
 
+def plain(folder):
+    """The last line of read, for a model without a tower."""
+    model, enc = load_model(folder, "cpu")
+    print(f"loss of plain text {plain_loss(model, enc):.3f} nats per byte")
+
+
 def kinds(count=COUNT):
     """{what: documents}, each an image and its text, none of them in the training set."""
-    train_text, val_text = reading.split_text()
-    known = set(reading.phrases(train_text, longest=48))
-    lines = [line for line in reading.phrases(val_text) if line not in known]
-    long = reading.phrases(val_text, shortest=reading.LONGEST + 1, longest=48)
-    long = [line for line in long if line not in known]
-    held_out = [reading.HELD_OUT]
+    lines, held_out, longest = reading.known_and_new()[1], [reading.HELD_OUT], 2 * reading.LONGEST
+    long = reading.phrases(reading.split_text()[1], reading.LONGEST + 1, longest)
 
     def some(kind, lines, faces=reading.FACES):
         rng = random.Random(f"{kind} {len(lines)} {faces[0]}")
@@ -73,24 +75,31 @@ def kinds(count=COUNT):
         "random digits, seen faces": some("digits", lines),
         f"unseen lines in {reading.HELD_OUT}, held out": some("text", lines, held_out),
         f"random digits in {reading.HELD_OUT}, held out": some("digits", lines, held_out),
-        f"lines of {reading.LONGEST + 1} to 48 characters": some("text", long),
+        f"lines of {reading.LONGEST + 1} to {longest} characters": some("text", long),
     }
 
 
 @torch.no_grad()
 def greedy(model, enc, documents):
-    """What the model reads in the images of documents, each likeliest token by token."""
-    end, texts = tokenizer.end_of_text(enc), []
-    for document in documents:
-        ids, patches, found = images.encode(enc, document[:1], model.config.vit_patch)
-        seen = torch.from_numpy(patches), [(h, w) for _, _, h, w in found]
-        tokens = []
-        for token in model.generate(torch.tensor([ids]), 80, temperature=0, images=seen,
+    """
+    What the model reads in the images of documents, each likeliest token by token. Documents whose
+    images take as many tokens are read together.
+    """
+    end, texts, alike = tokenizer.end_of_text(enc), [""] * len(documents), {}
+    for number, document in enumerate(documents):
+        ids, patches, [(_, _, h, w)] = images.encode(enc, document[:1], model.config.vit_patch)
+        alike.setdefault(len(ids), []).append((number, ids, patches, (h, w)))
+    for group in alike.values():
+        numbers, ids, patches, grids = zip(*group)
+        seen = torch.from_numpy(np.concatenate(patches)), grids
+        tokens = torch.empty(len(ids), 0, dtype=torch.int64)
+        for token in model.generate(torch.tensor(ids), 80, temperature=0, images=seen,
                                     stream=True, vocab_size=enc.n_vocab):
-            if token.item() == end:
+            tokens = torch.cat([tokens, token], dim=1)  # (documents, read so far)
+            if (tokens == end).any(1).all():
                 break
-            tokens.append(token.item())
-        texts.append(enc.decode(tokens))
+        for number, row in zip(numbers, tokens.tolist()):
+            texts[number] = enc.decode(row[:row.index(end)] if end in row else row)
     return texts
 
 
@@ -279,7 +288,7 @@ def ablate(*arguments):
     train.K3 = made
 
 
-TASKS = dict(read=read, picture=picture, tower=tower, released=released, ablate=ablate)
+TASKS = dict(read=read, plain=plain, picture=picture, tower=tower, released=released, ablate=ablate)
 
 
 def main(arguments):
