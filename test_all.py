@@ -2266,6 +2266,26 @@ def test_vision_impossible_configs(change):
         K3Config(**{**TINY, **SEEING, **change})
 
 
+def test_vision_images_of_a_rank(seeing, monkeypatch):
+    """Of a context shared by two ranks, each runs the tower on the images whose pads it holds."""
+    m, idx, (patches, grids) = seeing
+    features, pads = m.vision(patches, grids), idx == 60
+    number = pads.flatten().cumsum(0).view_as(pads) - 1  # of a pad's feature
+    halves = pads.split([8, 12], dim=1)  # the last image stands on both
+    counts = [half.sum(1) for half in halves]
+    gather = lambda found, here, group: [a.copy_(b) for a, b in zip(found, counts)]
+    monkeypatch.setattr(vision.dist, "all_gather", gather)
+    numbers, shares = number.split([8, 12], dim=1), []
+    for rank in range(2):
+        group = SimpleNamespace(size=lambda: 2, rank=lambda: rank)
+        (ours, mine), here = vision.images_here((patches, grids), halves[rank], group)
+        assert error(m.vision(ours, mine)[here], features[numbers[rank][halves[rank]]]) < 1e-12
+        shares.append(len(mine))
+    assert max(shares) < len(grids) < sum(shares)
+    with pytest.raises(ValueError, match="10 image pads.* 6 features"):
+        vision.images_here((patches[:-16], grids[:-1]), halves[0], group)
+
+
 def test_vision_generate(seeing):
     """After images; and a pad, however likely, is never drawn."""
     m, idx, images = seeing
