@@ -5028,9 +5028,9 @@ def check_experts(group, balance_ranks, case):
 
 
 def check_context(group):
-    """KDA's states and tails, MLA's latents, the largest logits: in fp64, the context shared."""
+    """KDA's states and tails, MLA's latents, largest logits, MTP's next tokens: all in fp64."""
     N, me = group.size(), group.rank()
-    whole = tiny_model(n_layer=4, mla_every=4, first_k_dense_replace=4).double()
+    whole = tiny_model(n_layer=4, mla_every=4, first_k_dense_replace=4, mtp_layers=1).double()
     with torch.no_grad():  # so that QK-Clip's exact maximum is needed
         whole.layers[3].attn.q_b_proj.weight.mul_(400)
     split = copy.deepcopy(whole)
@@ -5122,7 +5122,9 @@ def rank_checks():
         for balance_ranks in (False, True):
             for case in ("as it comes", "a rank without tokens", "two experts only", "qat"):
                 check_experts(group, balance_ranks, case)
-        check_context(group)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moe, "grouped_mm", grouped_mm_definition)  # torch's has no fp64
+            check_context(group)
         check_optimizer(group)
     check_first_step(ranks)
     check_agreement(ranks)
