@@ -6,8 +6,8 @@ at which other small K3s have been trained on them; the best of those reach 1.63
     python data/prepare.py tinystories --vocab_size=8192
     python train.py config/tinystories.py
 
-On paper (python -m lab.bench gpu config/tinystories.py): 17 GB; 41,000 tokens/s on an L4, 123,000 on
-a 4090, 243,000 on an A100, so 6 hours, 2 hours and 1 hour at least.
+On paper (python -m lab.bench gpu config/tinystories.py): 17 GB; 41,000 tokens/s on an L4, 123,000
+on a 4090, 243,000 on an A100, so 6 hours, 2 hours and 1 hour at least.
 """
 data = "tinystories"     # validation is on the corpus's own part
 vocab_size = 8192        # as the others have, so that nats a token compare
