@@ -16,6 +16,7 @@ per layer part.
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ops import RMSNorm, by_hand, fp32, kernels, triton_takes
 
@@ -104,3 +105,17 @@ class Stream:
 
     def add(self, x):
         self.running = x if self.running is None else self.running + x
+
+    def checkpoint(self, layer, *arguments):
+        """
+        layer(stream, None, *arguments), of which only the input is kept: its backward runs it again
+        first. (Not by torch's reentrant form, whose first run has no gradients to tell it from an
+        evaluation.)
+        """
+        def run(running, *blocks):
+            stream = Stream(running)
+            stream.blocks = [*blocks]
+            layer(stream, None, *arguments)
+            return stream.running, *stream.blocks
+        self.running, *self.blocks = checkpoint(run, self.running, *self.blocks,
+                                                use_reentrant=False, preserve_rng_state=False)

@@ -42,6 +42,9 @@ class GatedMLA(nn.Module):
         self.o_proj = nn.Linear(self.H * self.V, d, bias=False)
         # the largest logit of each head in this step, for QK-Clip
         self.register_buffer("max_logit", torch.full((self.H,), -torch.inf), persistent=False)
+        # whether max_logit is exact in this step: False: a bound, True: yes, None: where it matters
+        # (largest_logit). On a GPU a step's maxima are exact if the step before passed 100
+        self.exact = None
         self.context_group = None  # the ranks that hold a sequence together (K3.share_context)
 
     def forward(self, x, cache=None):
@@ -75,7 +78,9 @@ class GatedMLA(nn.Module):
         k_nope, v = kv.split([self.nope, self.V], dim=-1)
         k = torch.cat([k_nope, k_shared.unsqueeze(2).expand(B, S, H, self.rope)], dim=-1)
         if self.training and torch.is_grad_enabled():
-            largest = largest_logit(q.detach(), k.detach())
+            if self.exact is None and q.is_cuda:
+                self.exact = False
+            largest = largest_logit(q.detach(), k.detach(), exact=self.exact)
             self.max_logit.copy_(torch.maximum(self.max_logit, largest))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T|S, ·)
         # is_causal starts the diagonal at the first key; with S > T it must end at the last
@@ -161,15 +166,18 @@ def hide_future(logits, past):
 
 
 @torch.no_grad()
-def largest_logit(q, k, tau=100.0):
+def largest_logit(q, k, tau=100.0, exact=None):
     """
     q (B, T, H, D), k (B, S, H, D), q's tokens the last of k's → (H): the largest causal logit of
-    each head. |q||k| bounds it. Where no bound exceeds tau, nothing will be clipped and the exact
-    maximum does not matter: then the bounds are returned.
+    each head, or a bound, |q||k|. exact None: where no bound exceeds tau, nothing will be clipped
+    and the exact maximum does not matter: then the bounds. To know that, a CPU waits for a GPU;
+    with True or False it does not.
     """
     scale = q.shape[-1] ** -0.5
     bound = q.norm(dim=-1).amax((0, 1)) * k.norm(dim=-1).amax((0, 1)) * scale  # (H)
-    if bound.max() <= tau:
+    if exact is None:
+        exact = bound.max() > tau
+    if not exact:
         return bound
     largest, past = torch.full_like(bound, -torch.inf), k.shape[1] - q.shape[1]
     for rows in q.split(rows_at_once(q, k.shape[1]), dim=1):

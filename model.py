@@ -29,7 +29,7 @@ from kda import KDA
 from mla import GatedMLA, largest_logit  # noqa: F401 (importable from here, too)
 from moe import LatentMoE, SiTUGLU, load_figures, update_router_biases
 from mtp import MTP, evaluating, speculate
-from ops import RMSNorm, fp32
+from ops import RMSNorm, cross_entropy, fp32, low_precision
 from sizes import K3Config
 from vision import VisionTower, images_here, wrong_count
 
@@ -83,6 +83,7 @@ class K3(nn.Module):
         self.lm_head = nn.Linear(d, config.vocab_size, bias=False)
         self.vision = VisionTower(config) if config.vit_layers else None
         self.context_group = None  # of the ranks that hold one sequence between them
+        self.checkpoint_layers = False  # in training: keep a layer's input, and run it twice
         self.mtp = MTP(config) if config.mtp_layers else None
         self.mtp_loss = None  # MTP's own loss, without its weight, of the last call with targets
         self.tokenizer = None  # the tiktoken.Encoding that came with the weights, if any
@@ -92,11 +93,12 @@ class K3(nn.Module):
     def forward(self, idx, targets=None, cache=None, last_only=False, images=None):
         """
         idx, targets (B, T) int64 → logits and loss. Logits are (B, T, vocab), or (B, 1, vocab) with
-        last_only. The loss is the mean cross-entropy in nats, None without targets; in training,
-        with mtp_layers = 1, MTP's is added. A target of −1 is ignored, and its token does not count
-        for balance. cache: from new_cache; the tokens then follow those of earlier calls. images:
-        (patches, grids) as vision.py takes them; idx holds one media_pad per feature, in order, row
-        by row, and their targets are −1. Image tokens do count for balance, as they are routed.
+        last_only, or None in training with targets. The loss is the mean cross-entropy in nats,
+        None without targets; in training, with mtp_layers = 1, MTP's is added. A target of −1 is
+        ignored, and its token does not count for balance. cache: from new_cache; the tokens then
+        follow those of earlier calls. images: (patches, grids) as vision.py takes them; idx holds
+        one media_pad per feature, in order, row by row, and their targets are −1. Image tokens do
+        count for balance, as they are routed.
         """
         if idx.dim() != 2 or idx.shape[1] < 1 or idx.dtype not in (torch.int64, torch.int32):
             raise ValueError("idx: expected token ids (B, T ≥ 1), int64 or int32, got "
@@ -107,25 +109,33 @@ class K3(nn.Module):
         embedded = self.embed_with_images(idx, images) if self.vision else self.embed(idx)
         if images is not None and self.vision is None:
             raise ValueError("images: this model has no vision tower (vit_layers = 0)")
+        embedded = embedded.to(low_precision(embedded))  # in autocast the stream is bf16
         stream = Stream(embedded)  # (B, T, d)
         counted = None  # the tokens that count for balance; None for all
-        if targets is not None and (targets == -1).any():
+        if targets is not None:
             counted = targets != -1
             if self.vision:
                 counted = counted | (idx == self.config.media_pad)
+        learns = self.training and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
-            layer(stream, cache[i] if cache else None, counted)
+            if self.checkpoint_layers and learns:
+                stream.checkpoint(layer, counted)
+            else:
+                layer(stream, cache[i] if cache else None, counted)
         h = stream.read(self.out_mix)  # (B, T, d)
         taps = self.mtp.taps(stream, h) if self.mtp else None
         if cache and len(cache) > len(self.layers):
             cache[-1].update(taps=taps, embedded=embedded)
         x = self.norm(h)
-        logits = self.lm_head(x[:, -1:] if last_only else x)
-        if targets is None:
-            return logits, None
-        loss = F.cross_entropy(fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
-        if counted is not None and not (targets != -1).any():
-            loss = 0 * logits.sum()  # a rank's segment may be all image
+        if targets is not None and learns:
+            logits, loss = None, cross_entropy(x, self.lm_head.weight, targets)
+        else:
+            logits, loss = self.lm_head(x[:, -1:] if last_only else x), None
+            if targets is None:
+                return logits, None
+            nats = F.cross_entropy(fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-1,
+                                   reduction="sum")
+            loss = nats / (targets != -1).sum().clamp(min=1)  # a rank's segment may be all image
         if self.mtp and not cache:
             ahead = self.mtp.loss(taps, embedded, targets, self.lm_head)
             self.mtp_loss = ahead.detach()
@@ -426,11 +436,16 @@ class K3(nn.Module):
     def qk_clip(self):
         """Scale down the MLA heads whose logits passed 100 in this step, and count anew."""
         mlas = [layer.attn for layer in self.all_layers() if isinstance(layer.attn, GatedMLA)]
-        if not mlas:
-            return
-        logits = torch.stack([a.max_logit for a in mlas])
-        q_b, kv_b = zip(*((a.q_b_proj.weight, a.kv_b_proj.weight) for a in mlas))
-        muon.qk_clip(q_b, kv_b, logits, mlas[0].nope, mlas[0].rope)
+        exact = [a for a in mlas if a.exact is not False]
+        if exact:
+            logits = torch.stack([a.max_logit for a in exact])
+            q_b, kv_b = zip(*((a.q_b_proj.weight, a.kv_b_proj.weight) for a in exact))
+            muon.qk_clip(q_b, kv_b, logits, exact[0].nope, exact[0].rope)
+        late = [a for a in mlas if a.exact is not None]
+        if late:  # on a GPU: who has to look closely in the next step
+            largest = torch.stack([a.max_logit for a in late]).amax(1).cpu().tolist()
+            for a, logit in zip(late, largest):
+                a.exact = logit > 100
         for a in mlas:
             a.max_logit.fill_(-torch.inf)
 

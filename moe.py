@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from dispatch import at_home, dispatch, exchange, is_home, plan_redundant  # noqa: F401
 from mxfp4 import _MXFP4, mxfp4_parts  # noqa: F401
-from ops import RMSNorm, by_hand, fp32, keep_dtype, kernels, linears, triton_takes
+from ops import RMSNorm, by_hand, cast, fp32, keep_dtype, kernels, linears, triton_takes
 
 
 def moe_definition(layer, x):
@@ -300,7 +300,8 @@ class LatentMoE(nn.Module):
         # a row per token and choice, (m·k); order: where in chosen.flatten() it was
         by_expert, order = chosen.flatten().sort(stable=True)
         w13, w2 = (_MXFP4.apply(w) if self.qat else w for w in (self.w13, self.w2))
-        w13, w2 = w13.to(z.dtype).flatten(1, 2), w2.to(z.dtype)  # (E, 2·hidden, ℓ), (E, ℓ, hidden)
+        w13 = cast(w13, z.dtype).flatten(1, 2)  # (E, 2·hidden, ℓ)
+        w2 = cast(w2, z.dtype)  # (E, ℓ, hidden)
         if self.group:
             way = dispatch(by_expert, self.E, self.group, self.balance_ranks)
             order = order[way.by_worker]

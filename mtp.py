@@ -35,7 +35,7 @@ import cli
 from dispatch import pass_on
 from mla import GatedMLA, hide_future
 from moe import LatentMoE
-from ops import RMSNorm, by_hand, fp32
+from ops import RMSNorm, by_hand, cross_entropy, fp32
 
 
 class MTP(nn.Module):
@@ -87,9 +87,7 @@ class MTP(nn.Module):
         e = next_ones(embedded, group)
         ahead = next_ones(targets + 1, group) - 1  # −1 past the end
         m = self(self.features(taps), e, counted=ahead != -1)
-        logits = fp32(head(self.norm(m))).flatten(0, 1)
-        total = F.cross_entropy(logits, ahead.flatten(), ignore_index=-1, reduction="sum")
-        mean = total / (ahead != -1).sum().clamp(min=1)
+        mean = cross_entropy(self.norm(m), head.weight, ahead)
         if group:  # the last rank has a position less: a mean over ranks must be one over positions
             ranks, is_last = group.size(), group.rank() == group.size() - 1
             mean = mean * (T - is_last) / (T - 1 / ranks)

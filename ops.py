@@ -2,6 +2,7 @@
 What the parts share: whether a Triton kernel takes a tensor, what stays in fp32, backward passes by
 hand, RMSNorm, and linear maps of one x.
 """
+import contextlib
 import functools
 
 import torch
@@ -30,17 +31,11 @@ def fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def keep_dtype(fn, *tensors):
-    """
-    For a module's _apply, whose fn casts or moves a tensor (.bfloat16(), .to(…)): → the same, but
-    these tensors and their gradients are only moved.
-    """
-    kept = {id(x) for p in tensors for x in (p, p.grad)}
-
-    def apply(x):
-        y = fn(x)
-        return x.to(y.device) if id(x) in kept and y.dtype != x.dtype else y
-    return apply
+def low_precision(x):
+    """The dtype that autocast gives to products of x; without autocast its own."""
+    device = x.device.type
+    wide = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if wide else x.dtype
 
 
 def by_hand(backward):
@@ -54,6 +49,59 @@ def by_hand(backward):
         with torch.autocast(grads[0].device.type, enabled=False):
             return backward(ctx, *grads)
     return staticmethod(wrapped)
+
+
+casts = None  # {id of a weight: it and its copy in low precision}, within casting_once
+
+
+@contextlib.contextmanager
+def casting_once(device):
+    """
+    Within this, weights do not change, and are cast to low precision once, for all micro-batches:
+    autocast keeps its casts until the outermost autocast ends, and `cast` keeps those of weights
+    that do not go through a module.
+    """
+    global casts
+    casts = {}
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        casts = None
+
+
+def cast(weight, dtype):
+    """A weight in dtype, its gradient in its own dtype."""
+    return weight if weight.dtype == dtype else _Cast.apply(weight, dtype)
+
+
+class _Cast(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, weight, dtype):
+        ctx.dtype = weight.dtype
+        if casts is None or not weight.is_leaf:
+            return weight.to(dtype)
+        if id(weight) not in casts:
+            casts[id(weight)] = weight, weight.to(dtype)
+        return casts[id(weight)][1].detach()  # every use has a place of its own in the graph
+
+    @by_hand
+    def backward(ctx, dweight):
+        return dweight.to(ctx.dtype), None
+
+
+def keep_dtype(fn, *tensors):
+    """
+    For a module's _apply, whose fn casts or moves a tensor (.bfloat16(), .to(…)): → the same, but
+    these tensors and their gradients are only moved.
+    """
+    kept = {id(x) for p in tensors for x in (p, p.grad)}
+
+    def apply(x):
+        y = fn(x)
+        return x.to(y.device) if id(x) in kept and y.dtype != x.dtype else y
+    return apply
 
 
 # ------------------------------------------------------------------------------------------------
@@ -101,7 +149,9 @@ class _RMSNorm(torch.autograd.Function):
 
 def linears(x, *maps):
     """x (…, width), maps: nn.Linear without bias → a tuple, what each map gives."""
-    return _Linears.apply(x, *(m.weight for m in maps))
+    dtype = low_precision(x)
+    with torch.autocast(x.device.type, enabled=False):
+        return _Linears.apply(x.to(dtype), *(cast(m.weight, dtype) for m in maps))
 
 
 class _Linears(torch.autograd.Function):
@@ -116,13 +166,11 @@ class _Linears(torch.autograd.Function):
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
         dys = [dy.flatten(0, -2) for dy in dys]  # (B·T, ·)
-        dtype = dys[0].dtype  # bf16 in autocast
-        dx = dys[0] @ weights[0].to(dtype)
+        dx = dys[0] @ weights[0]
         for dy, w in zip(dys[1:], weights[1:]):
-            dx.addmm_(dy, w.to(dtype))
-        rows = x.flatten(0, -2).to(dtype)
-        dweights = [(dy.mT @ rows).to(w.dtype) for dy, w in zip(dys, weights)]
-        return dx.view(x.shape).to(x.dtype), *dweights
+            dx.addmm_(dy, w)
+        rows = x.flatten(0, -2)
+        return dx.view(x.shape), *(dy.mT @ rows for dy in dys)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -130,14 +178,18 @@ class _Linears(torch.autograd.Function):
 
 def cross_entropy(x, weight, targets):
     """
-    The mean cross-entropy of a linear map without all of its logits at once: x (n, d), weight
-    (vocab, d), targets (n) int64, of which −1 is ignored → a scalar in fp32, 0 if all are ignored.
+    The mean cross-entropy of a linear map without all of its logits at once: x (…, d), weight
+    (vocab, d), targets (…) int64, of which −1 is ignored → a scalar in fp32, 0 if all are ignored.
     It is F.cross_entropy(x @ weight.T, targets, ignore_index=-1).
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x, weight = (y.to(torch.get_autocast_dtype(x.device.type)) for y in (x, weight))
+    if not torch.is_grad_enabled():
+        nats = F.cross_entropy(fp32(F.linear(x, weight)).flatten(0, -2), targets.flatten(),
+                               ignore_index=-1, reduction="sum")
+        return nats / (targets != -1).sum().clamp(min=1)
+    dtype = low_precision(x)
     with torch.autocast(x.device.type, enabled=False):
-        return _CrossEntropy.apply(x, weight, targets)
+        x, targets = x.to(dtype).flatten(0, -2), targets.flatten()
+        return _CrossEntropy.apply(x, cast(weight, dtype), targets)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -154,7 +206,7 @@ class _CrossEntropy(torch.autograd.Function):
         count, targets = counted.sum().clamp(min=1), targets.clamp(min=0).unsqueeze(1)
         wide = F.pad(weight, (0, 8), value=1)  # a product with ones gives sums, too
         loss, dx, dw = 0, torch.empty_like(x), torch.zeros_like(weight)
-        at_once = (2 ** 24 if x.device.type == "cpu" else 2 ** 29) // weight.shape[0] // x.itemsize
+        at_once = (2 ** 29 if x.is_cuda else 2 ** 24) // weight.shape[0] // x.itemsize
         for rows, drows, target, taken in zip(*(y.split(max(1, at_once))
                                                 for y in (x, dx, targets, counted))):
             logits = rows @ weight.mT  # (rows, vocab)

@@ -154,18 +154,20 @@ class Ranks:
         return x.chunk(self.context_ranks, dim=1)[self.rank % self.context_ranks]
 
     def sum(self, *values):
-        """Numbers → their sums over all ranks, a list, the same everywhere."""
+        """Numbers → their sums over all ranks, a list, the same everywhere. No GPU takes part."""
         if self.world_size == 1:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.objects)
         return total.tolist()
 
-    def sum_gradients(self, model, loss, stop):
+    @torch.no_grad()
+    def sum_gradients(self, model, losses, stop):
         """
-        After the step's last backward → the mean loss, the norm of all gradients (dense parameters
-        count once, and each expert once), and whether any rank is to stop: the same on all ranks,
-        so that they go on or stop together.
+        After the step's last backward; losses (n) on the device → their means over all ranks,
+        the norm of all gradients (dense parameters count once, and each expert once), and whether
+        any rank is to stop: the same on all ranks, so that they go on or stop together. The step's
+        one wait for the GPU before its update.
         """
         experts = model.shared_out()
         for p in experts.values():
@@ -174,12 +176,16 @@ class Ranks:
             dist.all_reduce(p.grad, group=self.replicas)
         dense = [p.grad for name, p in model.named_parameters()
                  if name not in experts and p.grad is not None]
-        square = torch.nn.utils.get_total_norm(dense).item() ** 2
-        ours = torch.nn.utils.get_total_norm([p.grad for p in experts.values()]).item() ** 2
+        norm = torch.nn.utils.get_total_norm
+        square, ours = (norm(grads).square().to(losses.device)
+                        for grads in (dense, [p.grad for p in experts.values()]))
         # the sum counts dense weights world_size times, an expert once for each of its replicas
-        square = (square + ours * self.expert_ranks) / self.world_size
-        loss, square, stop = self.sum(loss / self.world_size, square, float(stop))
-        return loss, math.sqrt(square), stop > 0
+        square = square + ours * self.expert_ranks
+        total = torch.stack([*losses, square, torch.full_like(square, stop)]) / self.world_size
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        *losses, square, stop = total.cpu().tolist()
+        return losses, math.sqrt(square), stop > 0
 
     def sum_counts(self, model):
         """Add up Quantile Balancing's counts, and take the largest of QK-Clip's logits."""

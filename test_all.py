@@ -1561,6 +1561,27 @@ def test_muon_max_logit_of_a_step():
     assert a.max_logit.max() < 101
 
 
+def test_muon_qk_clip_where_nothing_waits():
+    """As on a GPU: bounds at first, exact maxima in the step after one passed 100."""
+    idx, clipped = torch.randint(0, 61, (2, 20)), {}
+    for exact in (None, False):
+        m = tiny_model().train()
+        a = m.layers[2].attn
+        a.q_b_proj.weight.data *= 200
+        a.exact, before = exact, a.q_b_proj.weight.detach().clone()
+        m(idx, idx)
+        if exact is False:
+            bound = a.max_logit.clone()
+            m.qk_clip()
+            assert torch.equal(a.q_b_proj.weight, before) and a.exact is True
+            assert (a.max_logit == -torch.inf).all()
+            m(idx, idx)
+            assert (a.max_logit < bound).all() and a.max_logit.max() > 100
+        m.qk_clip()
+        clipped[exact] = a.q_b_proj.weight.detach().clone()
+    assert torch.equal(clipped[None], clipped[False]) and not torch.equal(before, clipped[None])
+
+
 # ---- model.py and mla.py
 
 def test_model_k3_counts():
@@ -1813,6 +1834,58 @@ def test_model_backward_inside_autocast():
     assert inside.keys() == outside.keys()
     for name, grad in outside.items():
         assert (inside[name] - grad).norm() <= 0.05 * grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("changes", [{}, dict(attn_res="full"), dict(attn_res="none")])
+def test_model_checkpointed_layers(changes):
+    """Of a layer only its input is kept; loss, gradients, counts and logits are the same."""
+    idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(3))
+    found, kept = [], []
+    for checkpointed in (False, True):
+        m = tiny_model(**changes).train()
+        m.checkpoint_layers = checkpointed
+        sizes = {}
+
+        def pack(x):
+            sizes[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            logits, loss = m(idx, idx)
+        assert logits is None  # in training nobody needs them
+        loss.backward()
+        kept.append(sum(sizes.values()))
+        counts = [x for moe in m.moes().values() for x in (moe.load, moe.histogram.counts)]
+        logits = [layer.attn.max_logit for layer in m.layers if hasattr(layer.attn, "max_logit")]
+        grads = [torch.zeros(()) if p.grad is None else p.grad for p in m.parameters()]
+        found.append([loss.detach(), *counts, *logits, *grads])
+        assert counts[0].sum() == 80 * 2
+    assert all(map(torch.equal, *found)) and kept[1] < kept[0] / 2
+    assert torch.allclose(m.eval()(idx, idx)[1], found[0][0], atol=1e-5)
+
+
+def test_model_in_autocast():
+    """
+    The stream is bf16. Over several micro-batches a weight is cast once; gradients add up in fp32,
+    to what each micro-batch gives by itself.
+    """
+    idx = torch.randint(0, 61, (3, 2, 40), generator=torch.Generator().manual_seed(3))
+    found = []
+    for once in (False, True):
+        m, dtypes = tiny_model().train(), set()
+        for layer in m.layers:
+            for part in (layer.attn, layer.mlp):
+                part.register_forward_hook(lambda m, x, y: dtypes.update({x[0].dtype, y.dtype}))
+        with ops.casting_once("cpu") if once else contextlib.nullcontext():
+            for x in idx:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = m(x, x)[1]
+                loss.backward()
+            weights = {id(w) for w, _ in ops.casts.values()} if once else set()
+        assert dtypes == {torch.bfloat16} and loss.dtype == torch.float32 and ops.casts is None
+        assert not once or id(m.lm_head.weight) in weights and id(m.layers[1].mlp.w13) in weights
+        assert {p.grad.dtype for p in m.parameters() if p.grad is not None} == {torch.float32}
+        found.append([p.grad for p in m.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *found))
 
 
 def test_model_bad_tokens_are_named():
@@ -5161,7 +5234,8 @@ def test_parallel_train(house, two_ranks):
     At the same N, a resumed run is the same bit for bit.
     """
     shutil.copytree(two_ranks, house / "out/two")
-    four = "--expert_parallel=2", "--balance_ranks", "--context_parallel=2", "--out_dir=out/four"
+    four = ("--expert_parallel=2", "--balance_ranks", "--context_parallel=2", "--checkpoint_layers",
+            "--out_dir=out/four")
     runs = {"one": run_ranks(house, 1, *WIDE, "--out_dir=out/one"),
             "four": run_ranks(house, 4, *WIDE, *four)}
     for done in runs.values():

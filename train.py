@@ -39,6 +39,7 @@ import cli
 from data import prepare, tokenizer
 from data.images import Images
 from model import K3
+from ops import casting_once
 from parallel import Ranks, counted
 from sizes import K3Config
 
@@ -74,6 +75,7 @@ class Settings:
     device: str = "auto"          # cuda, mps or cpu
     dtype: str = "auto"           # bfloat16 (by autocast) or float32; auto: bfloat16 if a GPU can
     compile: bool = False         # torch.compile; needs a C++ compiler
+    checkpoint_layers: bool = False  # of a layer keep only the input, and run it again in backward
     # several processes, started by torchrun
     expert_parallel: int = 1      # number of processes that share the experts of every layer
     balance_ranks: bool = False   # lend experts so that all of them compute as many tokens
@@ -148,20 +150,21 @@ def loop(run):
             group["lr"] = lr * group.get("lr_scale", 1)
 
         # forward and backward: the mean over all micro-batches of all processes
-        loss, mtp_loss, batch = gradients(run)
-        loss, norm, stopped = ranks.sum_gradients(model, loss, bool(run.signals))
+        parts = gradients(run)
+        means, norm, stopped = ranks.sum_gradients(model, parts.sum(0), bool(run.signals))
+        loss, mtp_loss = means
         if not math.isfinite(loss + norm):
-            raise FloatingPointError(what_is_not_finite(run, loss, norm, batch))
+            raise FloatingPointError(what_is_not_finite(run, loss, norm, parts))
 
-        # the update: Muon and AdamW, then the router biases
+        # the update: the router biases, then Muon and AdamW
         run.between_steps = False                 # an error from here on must not save
-        if settings.grad_clip:
-            total = torch.tensor(norm, device=run.device)
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), settings.grad_clip, total)
         ranks.sum_counts(model)
+        run.log.count(model.update_router_bias())
+        if 0 < settings.grad_clip < norm:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            torch._foreach_mul_(grads, settings.grad_clip / (norm + 1e-6))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        run.log.count(model.update_router_bias())
         run.step += 1
         run.between_steps = True
         run.seconds += time.perf_counter() - began
@@ -172,7 +175,6 @@ def loop(run):
         last = run.step == settings.steps
         if run.step % settings.log_every == 0 or last:
             if model.mtp:                         # the log has both apart
-                mtp_loss = ranks.sum(mtp_loss / ranks.world_size)[0]
                 loss -= run.config.mtp_weight * mtp_loss
             run.log.training(run, loss, lr, norm, mtp_loss)
         if run.step % settings.eval_every == 0 or last:
@@ -186,27 +188,24 @@ def loop(run):
 
 def gradients(run):
     """
-    Forward and backward over this rank's micro-batches → their part of the mean loss, that of MTP's
-    own, and the first batch (x, y, images) whose loss is not finite, or else the last one.
+    Forward and backward over this rank's micro-batches → of each, its part of the mean loss and
+    that of MTP's own, (micro-batches, 2). Nothing here waits for a GPU.
     """
-    settings, ranks = run.settings, run.ranks
-    micros = ranks.micro_batches(settings.grad_accum)
-    loss, mtp_loss, batch = 0.0, 0.0, None
-    for micro in micros:
-        x, y, images, weight = run.batches.get(run.step, micro)
-        x, y, images = x.to(run.device), y.to(run.device), to_device(images, run.device)
-        # ranks exchange gradients once a step, in the backward pass of the last micro-batch
-        later = ranks.world_size > 1 and micro != micros[-1]
-        with run.wrapped.no_sync() if later else contextlib.nullcontext():
-            with run.autocast:
-                micro_loss = run.wrapped(x, y, images=images)[1] * weight / len(micros)
-            micro_loss.backward()
-        if math.isfinite(loss):                   # the sum so far: the culprit's batch is kept
-            batch = x, y, images
-        loss += micro_loss.item()
-        if run.model.mtp:
-            mtp_loss += run.model.mtp_loss.item() * weight / len(micros)
-    return loss, mtp_loss, batch
+    ranks, parts = run.ranks, []
+    micros = ranks.micro_batches(run.settings.grad_accum)
+    with casting_once(run.device):
+        for micro in micros:
+            x, y, images, weight = run.batch(run.step, micro)
+            # ranks exchange gradients once a step, in the backward pass of the last micro-batch
+            later = ranks.world_size > 1 and micro != micros[-1]
+            with run.wrapped.no_sync() if later else contextlib.nullcontext():
+                with run.autocast:
+                    loss = run.wrapped(x, y, images=images)[1] * weight / len(micros)
+                loss.backward()
+            loss = loss.detach()
+            mtp_loss = run.model.mtp_loss * weight / len(micros) if run.model.mtp else 0 * loss
+            parts.append(torch.stack([loss, mtp_loss]))
+    return torch.stack(parts)
 
 
 @torch.no_grad()
@@ -259,8 +258,13 @@ def losses(model, tokens, settings, device, autocast, ranks=None, images=None):
     return [total / count, mtp_total / count]
 
 
+def pinned(x):
+    """In memory that a GPU copies from by itself, if there is a GPU."""
+    return x.pin_memory() if torch.cuda.is_available() else x
+
+
 def to_device(images, device):
-    return images and (images[0].to(device), images[1])
+    return images and (images[0].to(device, non_blocking=True), images[1])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -302,6 +306,7 @@ class Run:
             model.share_experts(ranks.experts, settings.balance_ranks)
         if ranks.context:
             model.share_context(ranks.context)
+        model.checkpoint_layers = settings.checkpoint_layers
         model.to(self.device)
         self.model = model
         self.optimizer = model.configure_optimizers(settings.lr, settings.weight_decay,
@@ -324,6 +329,12 @@ class Run:
         if settings.compile:
             model.compile()                       # in place: parameters keep their names
         self.wrapped = ranks.wrap(model)
+
+    def batch(self, step, micro):
+        """This rank's part of a micro-batch, on its device → x, y, images, weight."""
+        x, y, images, weight = self.batches.get(step, micro)
+        x, y = (ids.to(self.device, non_blocking=True) for ids in (x, y))
+        return x, y, to_device(images, self.device), weight
 
     def __enter__(self):
         """From now on Ctrl-C, SIGTERM and a lost terminal are only noted, for the loop to see."""
@@ -445,14 +456,15 @@ class Batches:
         key = settings.seed, step, micro
         if not images:
             x, y = get_batch(tokens, batch_size, context, key)
-            return part(x), part(y), None, 1
+            return pinned(part(x)), pinned(part(y)), None, 1
         starts = random_starts(tokens, batch_size, context, key)
         x, y, rows = images.windows(tokens, starts, context)
         mine = self.ranks.rows(torch.arange(batch_size)).tolist()
         seen = images.load([number for row in mine for number in rows[row]])
         targets, all_targets = (part(y) != -1).sum().item(), (y != -1).sum().item()
         weight = targets / max(1, all_targets) * y.numel() / part(y).numel()
-        return part(x), part(y), seen, weight
+        seen = seen and (pinned(seen[0]), seen[1])
+        return pinned(part(x)), pinned(part(y)), seen, weight
 
     def close(self):
         self.thread.shutdown(cancel_futures=True)
@@ -521,8 +533,14 @@ class Data:
             file.close()
 
 
-def what_is_not_finite(run, loss, norm, batch):
-    """The message for a loss or gradient that is not finite, with the place where it began."""
+def what_is_not_finite(run, loss, norm, parts):
+    """
+    The message for a loss or gradient that is not finite, with the place where it began: in the
+    first micro-batch of which `parts` (gradients) is not finite, or else the last.
+    """
+    micros = run.ranks.micro_batches(run.settings.grad_accum)
+    bad = [micro for micro, part in zip(micros, parts.tolist()) if not math.isfinite(part[0])]
+    *batch, _ = run.batch(run.step, bad[0] if bad else micros[-1])
     place = where_it_began(run.model, *batch, run.autocast)
     good = checkpoint.checkpoints(run.out_dir) if run.step else []
     return (f"step {run.step + 1}: loss {loss}, gradient norm {norm}; it began in {place}. Nothing "
@@ -708,8 +726,8 @@ class Log:
 
 # What a resumed run may change; anything else would make it another run.
 FREE = {"out_dir", "steps", "log_every", "eval_every", "eval_batches", "tensorboard", "wandb",
-        "device", "dtype", "compile", "resume", "expert_parallel", "balance_ranks",
-        "context_parallel", "timeout"}
+        "device", "dtype", "compile", "checkpoint_layers", "resume", "expert_parallel",
+        "balance_ranks", "context_parallel", "timeout"}
 TYPES = {f.name: f.type for f in (*fields(Settings), *fields(K3Config))}
 
 

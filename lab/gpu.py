@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
@@ -35,6 +35,7 @@ import kernels
 import model as model_file
 import moe
 import ops
+import parallel
 from mla import GatedMLA
 from model import K3
 
@@ -137,6 +138,8 @@ def moved(name, func, args, kwargs, out):
     """Bytes that one operation reads and writes."""
     if name in ("index_select", "gather", "embedding", "index"):     # only the rows asked for
         return 2 * sum(map(nbytes, tensors(out)))
+    if name.startswith("scatter"):                                   # only the entries written to
+        return args[2].numel() * (args[2].itemsize + 3 * args[0].itemsize)
     read, written = [], [] if func._schema.is_mutable else tensors(out)
     for i, argument in enumerate(func._schema.arguments):
         given = tensors([args[i] if i < len(args) else kwargs.get(argument.name)])
@@ -217,8 +220,9 @@ def as_if_on_a_gpu(count):
         return attend(q, k, v, None, True, 0.0, is_causal)[0]
     def transfer(x):
         count.waits[count.phase] += 1
-        return x
-    card = mock.Mock(multi_processor_count=132)
+        with unset_fake_temporarily():
+            return torch.ones(x.shape)
+    card, total_norm = mock.Mock(multi_processor_count=132), torch.nn.utils.get_total_norm
     with contextlib.ExitStack() as stack:
         for target, name, value in (
                 (FakeTensor, "is_cuda", property(lambda x: True)), (JITFunction, "run", run),
@@ -227,6 +231,7 @@ def as_if_on_a_gpu(count):
                 (torch.cuda, "is_current_stream_capturing", lambda: True),     # so nothing is tuned
                 (kda, "kernels", kernels), (moe, "kernels", kernels), (attnres, "kernels", kernels),
                 (ops, "kernels", kernels), (K3, "init_weights", lambda self: None),
+                (torch.nn.utils, "get_total_norm", lambda grads: total_norm(grads, foreach=True)),
                 (torch.Tensor, "cpu", transfer), (model_file, "load_figures", lambda load: (0, 0))):
             stack.enter_context(mock.patch.object(target, name, value))
         yield
@@ -252,7 +257,7 @@ def count_step(settings, config):
             for p in model.parameters():
                 count.hold(p)
             idx = torch.empty(settings.batch_size, settings.context, dtype=torch.long)
-            with count:
+            with count, ops.casting_once("cpu"):
                 for _ in range(2):
                     for counted in (count.rows, count.waits, kept):
                         counted.clear()
@@ -263,15 +268,24 @@ def count_step(settings, config):
                         loss = model(idx, idx)[1] / settings.grad_accum
                     count.phase = "backward"
                     loss.backward()
-                    del loss
+            with count:
                 before, peak = count.held, count.peak
                 count.phase = "update"
+                means = torch.stack([loss.detach(), 0 * loss.detach()])
+                parallel.Ranks().sum_gradients(model, means, stop=False)
                 optimizer.step()                     # the first step makes the moments
                 moments = count.held - before
                 count.rows = [row for row in count.rows if row.phase != "update"]
-                torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip, foreach=True)
-                optimizer.step()
+                count.waits["update"] = 0
+                count.peak = count.held
+                parallel.Ranks().sum_gradients(model, means, stop=False)
                 model.update_router_bias()
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                torch._foreach_mul_(grads, settings.grad_clip)
+                optimizer.step()
+                # what ops.casting_once spares a micro-batch falls due once a step
+                matrices = [p for p in model.parameters() if p.dim() > 1]
+                count.add("weights in bf16", len(matrices), sum(6 * p.numel() for p in matrices))
     return model, count, sum(kept.values()), peak + moments
 
 
