@@ -5114,11 +5114,14 @@ def check_context(group):
         for m in (whole, split):
             m.zero_grad()
             m.layers[3].attn.max_logit.fill_(-torch.inf)
-        logits, loss = whole(idx, targets)
-        loss.backward()
-        ours, our_loss = split(*(x.chunk(N, dim=1)[me] for x in (idx, targets)))
-        our_loss.backward()
-        assert error(ours, logits.chunk(N, dim=1)[me]) < 1e-11
+        part = lambda x: x.chunk(N, dim=1)[me]
+        with torch.no_grad():
+            assert error(split(part(idx))[0], part(whole(idx)[0])) < 1e-11
+        loss, ours = whole(idx, targets)[1], split(part(idx), part(targets))[1]
+        loss.backward(), ours.backward()
+        total = ours.detach().clone()
+        dist.all_reduce(total, group=group)
+        assert abs(total / N - loss) < 1e-11 * loss
         for (name, p), q in zip(whole.named_parameters(), split.parameters()):
             assert (p.grad is None) == (q.grad is None), name
             if q.grad is not None:

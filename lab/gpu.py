@@ -252,6 +252,7 @@ def count_step(settings, config):
             return x
         with as_if_on_a_gpu(count):
             model = K3(config).train()
+            model.checkpoint_layers = settings.checkpoint_layers
             optimizer = model.configure_optimizers(settings.lr)
             mark_parts(model, count)
             for p in model.parameters():
