@@ -365,7 +365,11 @@ def kda_segment(k, v, g, beta):
     identity = torch.eye(K, dtype=fp32(k).dtype, device=k.device).expand(B, H, K, K)
     state = F.pad(identity, (0, V))  # (B, H, K, K + V)
     values = torch.cat([torch.zeros_like(k), v.to(k.dtype)], dim=-1)  # (B, T, H, K + V)
-    return kda(k, k, values, g, beta, state)[1].split([K, V], dim=-1)
+    if kernels and kernels.fits(k, values):
+        last = kernels.kda(k, k, values, g, beta, state, look_at_g=False, output=False)[1]
+    else:
+        last = kda(k, k, values, g, beta, state)[1]
+    return last.split([K, V], dim=-1)
 
 
 def compose(P, own, state):

@@ -63,6 +63,10 @@ SHIFT = tl.constexpr(64.0)
 # --------------------------------------------------------------------------------------------------
 # What several kernels share. A place is a pair: offsets, and the mask of those inside the tensor.
 
+# a new length of a sequence is no reason to compile again
+_any_length = triton.jit(do_not_specialize=["T", "N"])
+
+
 @triton.jit
 def _dot(a, b, PRECISION: tl.constexpr):
     if INTERPRETED:     # the interpreter would multiply the bit patterns of bf16 numbers
@@ -82,6 +86,12 @@ def _matrix(index, rows, R, columns, D):
     """The place of rows and columns in the index-th matrix (R, D) of a chunk tensor."""
     offsets = (index.to(tl.int64) * R + rows[:, None]) * D + columns[None, :]
     return offsets, (rows[:, None] < R) & (columns[None, :] < D)
+
+
+@triton.jit
+def _load_beta(beta, place):
+    """Backward divides by it."""
+    return tl.maximum(load(beta, place).to(tl.float32), 1e-30)
 
 
 @triton.jit
@@ -110,7 +120,7 @@ def _factors(G, tile, C: tl.constexpr, BK: tl.constexpr):
 # --------------------------------------------------------------------------------------------------
 # Forward
 
-@triton.jit
+@_any_length
 def scores(q, k, g, beta, A_qk, L, T, H, N, K, scale,
            C: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr):
     """A_qk and L = Diag(β) A_kk, 16 rows of a chunk. Grid (N · C/16, BH)."""
@@ -131,13 +141,14 @@ def scores(q, k, g, beta, A_qk, L, T, H, N, K, scale,
         a_kk += _dot(load(k, part).to(tl.float32) * row, seen_k, DOT)
 
     # β by row, the scale, and the causal masks
-    a_kk *= load(beta, _tokens(bh, chunk * C + rows, T, H, 1, tl.arange(0, 1)))
+    a_kk *= _load_beta(beta, _tokens(bh, chunk * C + rows, T, H, 1, tl.arange(0, 1)))
     square = _matrix(bh * N + chunk, rows, C, j, C)
-    store(A_qk, square, tl.where(rows[:, None] >= j[None, :], a_qk * scale, 0.0))
+    if A_qk is not None:
+        store(A_qk, square, tl.where(rows[:, None] >= j[None, :], a_qk * scale, 0.0))
     store(L, square, tl.where(rows[:, None] > j[None, :], a_kk, 0.0))
 
 
-@triton.jit
+@_any_length
 def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, K, V, scale,
           C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """(I + L)^-1, W, U₀, Q⁺, K⁻ (chunk tensors), and total = e^{G_C} (BH, N, K). Grid (N, BH)."""
@@ -172,7 +183,7 @@ def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, 
     store(inverse, _matrix(index, i, C, i, C), D)
 
     # W from the keys, beside the scaled copies of q and k
-    b = load(beta, _tokens(bh, chunk * C + i, T, H, 1, tl.arange(0, 1)))                   # (C, 1)
+    b = _load_beta(beta, _tokens(bh, chunk * C + i, T, H, 1, tl.arange(0, 1)))              # (C, 1)
     for start in range(0, K, BK):
         kk = start + tl.arange(0, BK)
         by_k, out = _tokens(bh, chunk * C + i, T, H, K, kk), _matrix(index, i, C, kk, K)
@@ -190,17 +201,20 @@ def solve(q, k, v, g, beta, L, inverse, W, U0, q_plus, k_minus, total, T, H, N, 
         store(U0, _matrix(index, i, C, vv, V), _dot(D, bv * b, DOT))
 
 
-@triton.jit
+@_any_length
 def states(W, U0, k_minus, total, first, U, entering, last, N, K, V,
            C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """
-    From first (BH, K, V): U, the state entering each chunk, and the last one. U0 = None counts as
-    zero; with U and entering = None only the last state is made. KP is K up to a power of two.
+    From first (BH, K, V): U, the state entering each chunk, and the last one. first and U0 = None
+    count as zero; with U and entering = None only the last state is made. KP is K up to a power of
+    two.
     Grid (blocks of V, BH).
     """
     bh = tl.program_id(1)
     i, kk, vv = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    S = load(first, _matrix(bh, kk, K, vv, V)).to(tl.float32)                            # (KP, BV)
+    S = tl.zeros((KP, BV), tl.float32)
+    if first is not None:
+        S = load(first, _matrix(bh, kk, K, vv, V)).to(tl.float32)
     for chunk in range(N):
         index = bh * N + chunk
         by_k, by_v = _matrix(index, i, C, kk, K), _matrix(index, i, C, vv, V)
@@ -220,12 +234,13 @@ def states(W, U0, k_minus, total, first, U, entering, last, N, K, V,
     store(last, _matrix(bh, kk, K, vv, V), S)
 
 
-@triton.jit
+@_any_length
 def output(q_plus, A_qk, U, entering, o, T, H, N, K, V,
            C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
-    """O = A_qk U + Q⁺ S, a token tensor. Grid (N, blocks of V, BH)."""
-    chunk, bh = tl.program_id(0), tl.program_id(2)
-    index, i, vv = bh * N + chunk, tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
+    """O = A_qk U + Q⁺ S, a token tensor. Grid (N · blocks of V, BH): a chunk's are neighbours."""
+    blocks, bh = tl.cdiv(V, BV), tl.program_id(1)
+    chunk, vv = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BV + tl.arange(0, BV)
+    index, i = bh * N + chunk, tl.arange(0, C)
     a, u = load(A_qk, _matrix(index, i, C, i, C)), load(U, _matrix(index, i, C, vv, V))
     out = _dot(a, u, DOT)                                                                  # (C, BV)
     for start in range(0, K, BK):
@@ -238,16 +253,18 @@ def output(q_plus, A_qk, U, entering, o, T, H, N, K, V,
 # --------------------------------------------------------------------------------------------------
 # Backward
 
-@triton.jit
+@_any_length
 def dstates(W, q_plus, k_minus, A_qk, total, do, dlast, dU, leaving, dfirst, T, H, N, K, V,
             C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """
-    From dlast (BH, K, V), last chunk first: dU, the gradient of the state leaving each chunk, and
-    dfirst. Grid (blocks of V, BH).
+    From dlast (BH, K, V) or zero, last chunk first: dU, the gradient of the state leaving each
+    chunk, and dfirst, if asked for. Grid (blocks of V, BH).
     """
     bh = tl.program_id(1)
     i, kk, vv = tl.arange(0, C), tl.arange(0, KP), tl.program_id(0) * BV + tl.arange(0, BV)
-    dS = load(dlast, _matrix(bh, kk, K, vv, V)).to(tl.float32)                           # (KP, BV)
+    dS = tl.zeros((KP, BV), tl.float32)
+    if dlast is not None:
+        dS = load(dlast, _matrix(bh, kk, K, vv, V)).to(tl.float32)
     for step in range(N):
         chunk = N - 1 - step
         index = bh * N + chunk
@@ -262,10 +279,11 @@ def dstates(W, q_plus, k_minus, A_qk, total, do, dlast, dU, leaving, dfirst, T, 
         dS *= load(total, (index.to(tl.int64) * K + kk, kk < K))[:, None]
         dS += _dot(tl.trans(load(q_plus, by_k)), bdo, DOT)
         dS -= _dot(tl.trans(load(W, by_k)), du.to(a.dtype), DOT)
-    store(dfirst, _matrix(bh, kk, K, vv, V), dS)
+    if dfirst is not None:
+        store(dfirst, _matrix(bh, kk, K, vv, V), dS)
 
 
-@triton.jit
+@_any_length
 def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V,
            C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """
@@ -276,7 +294,7 @@ def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V,
     index, i = bh * N + chunk, tl.arange(0, C)
     square = _matrix(index, i, C, i, C)
     by_token = _tokens(bh, chunk * C + i, T, H, 1, tl.arange(0, 1))
-    b, back = tl.maximum(load(beta, by_token), 1e-30), tl.trans(load(inverse, square))
+    b, back = _load_beta(beta, by_token), tl.trans(load(inverse, square))
     a_qk, a_kk = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     db = tl.zeros((C,), tl.float32)
     for start in range(0, V, BV):
@@ -293,16 +311,18 @@ def dsolve(inverse, beta, U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V,
     store(dA_kk, square, tl.where(i[:, None] > i[None, :], a_kk, 0.0))
 
 
-@triton.jit
+@_any_length
 def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, H, N, K, V, scale,
             C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """
     Gradients of rows come through Q⁺ and K⁺ (with S) and through A's rows, those of columns through
     K⁻ and A's columns. x ⊙ dx with its sign is the gradient of G, and g gets the sum of all later
-    ones in its chunk. Grid (N, blocks of K, BH).
+    ones in its chunk. Grid (N · blocks of K, BH): those of a chunk, which read the same, are
+    neighbours.
     """
-    chunk, bh = tl.program_id(0), tl.program_id(2)
-    index, i, kk = bh * N + chunk, tl.arange(0, C), tl.program_id(1) * BK + tl.arange(0, BK)
+    blocks, bh = tl.cdiv(K, BK), tl.program_id(1)
+    chunk, kk = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BK + tl.arange(0, BK)
+    index, i = bh * N + chunk, tl.arange(0, C)
     by_k = _tokens(bh, chunk * C + i, T, H, K, kk)
 
     # through the states: dQ⁺ = dO Sᵀ, dK⁺ = −dv Sᵀ, dK⁻ = U dSᵀ, and Σ_v S ⊙ dS for e^{G_C}
@@ -350,13 +370,39 @@ def dinputs(q, k, g, do, dv, U, entering, leaving, dA_qk, dA_kk, dq, dk, dg, T, 
 # Launching. Autotune tries each of these once per widths, C and dtypes, on the first sequence of at
 # least 1,024 tokens. Shorter ones, and the interpreter, take the first choice: it fits every chip
 # of `python kernels.py`, also with K and V of 256 in fp32; in bf16 with K and V up to 128 it spills
-# on no NVIDIA chip there.
+# on no NVIDIA chip there, but for two warps on Hopper, a little.
+#
+# With four warps or more Triton uses the asynchronous products of Hopper and Blackwell, and its
+# tracker has reports of kernels like these going wrong: on Hopper several products of 64 rows by 16
+# or 32 columns read outside their memory (issue 11366, in 3.7.1); on Blackwell a state carried
+# through products in 2 stages or more differs from run to run (9871, 10590, in 3.6 and 3.7). No
+# release is known to mend both, so such choices are never taken there.
+
+def _reported(name, major, choice):
+    """Whether this choice is one of those, on a GPU of compute capability major."""
+    if choice.num_warps < 4:
+        return False
+    return (major == 9 and name in ("dsolve", "dinputs")
+            or major == 10 and name in ("states", "dstates") and choice.num_stages > 1)
+
+
+def choices_on(kernel, device):
+    """A tuned kernel's choices on this GPU, the first to be taken untuned."""
+    major = 0
+    if device.type == "cuda" and not torch.version.hip:
+        major = torch.cuda.get_device_capability(device)[0]
+    return [c for c in kernel.configs if not _reported(kernel.base_fn.__name__, major, c)]
+
 
 def _tuned(kernel, key, *choices):
     """choices: (warps, stages, block sizes) each; key: the arguments that call for a new choice."""
     configs = [triton.Config(blocks, num_warps=warps, num_stages=stages)
                for warps, stages, blocks in choices]
-    return triton.autotune(configs, key)(kernel)
+
+    def prune(configs, arguments, **constants):
+        return choices_on(tuned, arguments[kernel.arg_names[0]].device)
+    tuned = triton.autotune(configs, key, prune_configs_by=dict(early_config_prune=prune))(kernel)
+    return tuned
 
 
 _scores = _tuned(scores, ["K", "C"],
@@ -364,21 +410,24 @@ _scores = _tuned(scores, ["K", "C"],
 _solve = _tuned(solve, ["K", "V", "C"],
     (4, 2, dict(BK=32, BV=64)), (8, 2, dict(BK=32, BV=64)), (4, 2, dict(BK=16, BV=32)))
 _states = _tuned(states, ["K", "V", "C"],
-    (4, 1, dict(BV=32)), (4, 2, dict(BV=32)), (4, 2, dict(BV=16)), (4, 2, dict(BV=64)))
+    (4, 1, dict(BV=32)), (4, 2, dict(BV=32)), (4, 2, dict(BV=16)), (4, 2, dict(BV=64)),
+    (2, 2, dict(BV=16)))
 _output = _tuned(output, ["K", "V", "C"],
     (4, 2, dict(BK=64, BV=64)), (4, 2, dict(BK=32, BV=128)), (4, 3, dict(BK=32, BV=64)))
 _dstates = _tuned(dstates, ["K", "V", "C"],
     (4, 1, dict(BV=32)), (4, 2, dict(BV=16)), (8, 1, dict(BV=64)))
 _dsolve = _tuned(dsolve, ["V", "C"],
-    (4, 2, dict(BV=32)), (4, 2, dict(BV=64)), (8, 2, dict(BV=64)))
+    (4, 2, dict(BV=32)), (4, 2, dict(BV=64)), (8, 2, dict(BV=64)),
+    (2, 2, dict(BV=32)))
 _dinputs = _tuned(dinputs, ["K", "V", "C"],
-    (4, 2, dict(BK=16, BV=64)), (8, 2, dict(BK=32, BV=32)), (4, 3, dict(BK=16, BV=32)))
+    (4, 2, dict(BK=16, BV=64)), (8, 2, dict(BK=32, BV=32)), (4, 3, dict(BK=16, BV=32)),
+    (2, 2, dict(BK=16, BV=32)))
 
 
 class _Chunks:
     """The part of forward that backward runs again: `scores`, `solve` and `states`."""
 
-    def __init__(self, q, k, v, g, beta, state, segments, C, tune):
+    def __init__(self, q, k, v, g, beta, state, segments, C, tune, output=True):
         (B, T, H, K), V = q.shape, v.shape[-1]
         BH = B * H
         N = triton.cdiv(triton.cdiv(T, C), segments) * segments     # chunks past T change nothing
@@ -389,39 +438,42 @@ class _Chunks:
         dot = "ieee" if torch.version.hip else "tf32x3" if v.dtype == torch.float32 else "tf32"
         self.fixed, self.tune = dict(C=C, DOT=dot), tune
 
-        self.beta = beta.float().clamp(min=1e-30)     # backward divides by it
-        self.A_qk, self.inverse = self.new(C, C), self.new(C, C)
+        self.beta = beta
+        self.A_qk, self.inverse = self.new(C, C) if output else None, self.new(C, C)
         L = self.new(C, C, dtype=torch.float32)
         self.W, self.q_plus, self.k_minus = self.new(C, K), self.new(C, K), self.new(C, K)
         self.total = self.new(K, dtype=torch.float32)
-        self.U, self.entering, U0 = self.new(C, V), self.new(K, V), self.new(C, V)
+        self.U, self.entering = (self.new(C, V), self.new(K, V)) if output else (None, None)
+        U0 = self.new(C, V)
         self.launch(_scores, (N * C // 16, BH), q, k, g, self.beta, self.A_qk, L,
                     T, H, N, K, self.scale)
         self.launch(_solve, (N, BH), q, k, v, g, self.beta, L, self.inverse, self.W, U0,
                     self.q_plus, self.k_minus, self.total, *self.sizes, self.scale)
 
-        first = state.reshape(BH, K, V)
+        first = None if state is None else state.reshape(BH, K, V)
         if segments > 1:
             first = self.borders(first, U0, segments)
-        last = self.run(U0, first, self.U, self.entering)
+        last = self.run(U0, first, BH * segments, self.U, self.entering)
         self.last = last.view(BH, segments, K, V)[:, -1].reshape(B, H, K, V).contiguous()
 
     def borders(self, first, U0, segments):
         """The state that enters each segment (BH · segments, K, V): S ↦ S̃ + P S, as in kda.py."""
-        BH, K, V = first.shape
-        S = self.run(U0, first.new_zeros(BH * segments, K, V)).view(BH, segments, K, V)
-        identity = torch.eye(K, device=first.device).repeat(BH * segments, 1, 1)
-        P = self.run(None, identity).view(BH, segments, K, K)
-        entering = [first]
-        with torch.autocast(first.device.type, enabled=False):     # states stay in fp32
+        BH, (_, _, _, K, V) = self.BH, self.sizes
+        S = self.run(U0, None, BH * segments).view(BH, segments, K, V)
+        identity = torch.eye(K, device=U0.device).repeat(BH * segments, 1, 1)
+        P = self.run(None, identity, BH * segments).view(BH, segments, K, K)
+        entering = [torch.zeros_like(S[:, 0]) if first is None else first]
+        with torch.autocast(U0.device.type, enabled=False):     # states stay in fp32
             for s in range(segments - 1):
                 entering.append(S[:, s] + P[:, s] @ entering[-1])
         return torch.stack(entering, dim=1).reshape(BH * segments, K, V)
 
-    def run(self, U0, first, U=None, entering=None):
-        """`states` from first (BH · segments, K, ·). → the last states, of the same shape."""
-        rows, K, V = first.shape
-        last, chunks = torch.empty_like(first), self.N // (rows // self.BH)
+    def run(self, U0, first, rows, U=None, entering=None):
+        """`states` from first (rows, K, ·), rows = BH · segments. → the last ones, as many."""
+        *_, K, V = self.sizes
+        V = V if first is None else first.shape[-1]
+        last = self.W.new_empty(rows, K, V, dtype=torch.float32)
+        chunks = self.N // (rows // self.BH)
         self.launch(_states, lambda meta: (triton.cdiv(V, meta["BV"]), rows),
                     self.W, U0, self.k_minus, self.total, first, U, entering, last,
                     chunks, K, V, KP=triton.next_power_of_2(K))
@@ -430,40 +482,47 @@ class _Chunks:
     def launch(self, kernel, grid, *arguments, **constants):
         constants |= self.fixed
         if not self.tune:
-            kernel, constants = kernel.fn, constants | kernel.configs[0].all_kwargs()
-        launch(self.beta, kernel, grid, *arguments, **constants)
+            choice = choices_on(kernel, self.W.device)[0]
+            kernel, constants = kernel.fn, constants | choice.all_kwargs()
+        launch(self.W, kernel, grid, *arguments, **constants)
 
 
 class _KDA(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, state, segments, C, tune):
-        c, o = _Chunks(q, k, v, g, beta, state, segments, C, tune), torch.empty_like(v)
-        c.launch(_output, lambda meta: (c.N, triton.cdiv(v.shape[-1], meta["BV"]), c.BH),
-                 c.q_plus, c.A_qk, c.U, c.entering, o, *c.sizes)
+    def forward(ctx, q, k, v, g, beta, state, segments, C, tune, output):
+        c, o = _Chunks(q, k, v, g, beta, state, segments, C, tune, output), None
+        if output:
+            o = torch.empty_like(v)
+            c.launch(_output, lambda meta: (c.N * triton.cdiv(v.shape[-1], meta["BV"]), c.BH),
+                     c.q_plus, c.A_qk, c.U, c.entering, o, *c.sizes)
         ctx.save_for_backward(q, k, v, g, beta, state)
         ctx.rest = segments, C, tune
+        ctx.set_materialize_grads(False)
         return o, c.last
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlast):
         q, k, v, g, beta, state = ctx.saved_tensors
-        c, do = _Chunks(q, k, v, g, beta, state, *ctx.rest), do.contiguous()
+        c = _Chunks(q, k, v, g, beta, state, *ctx.rest)
+        do = torch.zeros_like(v) if do is None else do.contiguous()
+        dlast = None if dlast is None else dlast.contiguous()
         (T, H, N, K, V), C = c.sizes, c.fixed["C"]
-        dq, dk, dg, dbeta, dfirst, dU, leaving = (
-            torch.empty_like(x) for x in (q, k, g, beta, state, c.U, c.entering))
+        dq, dk, dg, dbeta, dU, leaving = (
+            torch.empty_like(x) for x in (q, k, g, beta, c.U, c.entering))
+        dfirst = torch.empty_like(state) if ctx.needs_input_grad[5] else None
         dv = torch.empty_like(v, dtype=c.U.dtype)
         dA_qk, dA_kk = (c.new(C, C, dtype=torch.float32) for _ in range(2))
         c.launch(_dstates, lambda meta: (triton.cdiv(V, meta["BV"]), c.BH),
-                 c.W, c.q_plus, c.k_minus, c.A_qk, c.total, do, dlast.contiguous(), dU, leaving,
+                 c.W, c.q_plus, c.k_minus, c.A_qk, c.total, do, dlast, dU, leaving,
                  dfirst, *c.sizes, KP=triton.next_power_of_2(K))
         c.launch(_dsolve, (N, c.BH),
                  c.inverse, c.beta, c.U, dU, do, dv, dbeta, dA_qk, dA_kk, T, H, N, V)
-        c.launch(_dinputs, lambda meta: (N, triton.cdiv(K, meta["BK"]), c.BH),
+        c.launch(_dinputs, lambda meta: (N * triton.cdiv(K, meta["BK"]), c.BH),
                  q, k, g, do, dv, c.U, c.entering, leaving, dA_qk, dA_kk, dq, dk, dg,
                  *c.sizes, c.scale)
-        return dq, dk, dv.to(v.dtype), dg, dbeta, dfirst, None, None, None
+        return dq, dk, dv.to(v.dtype), dg, dbeta, dfirst, None, None, None, None
 
 
 def _unfit(q, v):
@@ -498,6 +557,8 @@ def _check(q, k, v, g, beta, state, look_at_g):
             ("q", q, (B, T, H, K), floats), ("k", k, (B, T, H, K), same),
             ("v", v, (B, T, H, V), same), ("g", g, (B, T, H, K), floats),
             ("beta", beta, (B, T, H), floats), ("state", state, (B, H, K, V), floats[:1])):
+        if x is None and name == "state":
+            continue
         if x.shape != shape or x.dtype not in dtypes or x.device != q.device:
             allowed = " or ".join(str(d)[6:] for d in dtypes)
             raise ValueError(f"{name}: expected {shape}, {allowed} on {q.device}, to go with q; "
@@ -514,15 +575,16 @@ CHUNKS = {}     # (K, V, dtype, whether with backward) → tokens of a chunk, as
 def _faster_chunk(inputs, segments, train):
     """64 or 32 tokens, whichever is faster for these inputs: forward and, to train, backward."""
     def run(C):
-        o, _ = _KDA.apply(*inputs, segments, C, True)
+        o, _ = _KDA.apply(*inputs, segments, C, True, True)
         if train:
-            torch.autograd.grad(o, [x for x in inputs if x.requires_grad], o.detach())
+            wanted = [x for x in inputs if x is not None and x.requires_grad]
+            torch.autograd.grad(o, wanted, o.detach())
     times = {C: triton.testing.do_bench(lambda: run(C)) for C in (64, 32)}
     return min(times, key=times.get)
 
 
 @torch.compiler.disable
-def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True):
+def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True, output=True):
     """
     kda_recurrent's arguments and results, differentiable in everything. q, k, v in fp32, bf16 or
     fp16; copied if not contiguous. g's sums, the solve and the carried state are fp32.
@@ -532,10 +594,9 @@ def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True)
     tokens of these widths, and 64 until then. Both choices, and the tuning of the kernels, move the
     last digits, and the first depends on the batch size: to compare bit for bit, give segments and
     chunk. look_at_g=False: g is known to lie in [−5.9, 0]; to look, the CPU waits for the GPU.
+    output=False: only the state is wanted, and o is None.
     Errors: ValueError that names the argument.
     """
-    if state is None and q.dim() == v.dim() == 4:
-        state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[-1], dtype=torch.float32)
     _check(q, k, v, g, beta, state, look_at_g)
     (B, T, H, K), V = q.shape, v.shape[-1]
     if chunk not in (None, 32, 64):
@@ -548,15 +609,15 @@ def kda(q, k, v, g, beta, state=None, segments=None, chunk=None, look_at_g=True)
     if segments < 1 or B * H * segments >= 1 << 16:
         raise ValueError(f"segments = {segments}: expected at least 1, and with {B} sequences × "
                          f"{H} heads fewer than 65,536 in all, the limit of a launch")
-    inputs = [x.contiguous() for x in (q, k, v, g, beta, state)]
-    train = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    inputs = [x if x is None else x.contiguous() for x in (q, k, v, g, beta, state)]
+    train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     key = K, V, q.dtype, train
     with torch.cuda.device_of(q):
         # timing waits for the GPU, which a stream that is being captured must not
         tune = q.is_cuda and T >= 1024 and not torch.cuda.is_current_stream_capturing()
         if chunk is None and key not in CHUNKS and tune:
             CHUNKS[key] = _faster_chunk(inputs, segments, train)
-    return _KDA.apply(*inputs, segments, chunk or CHUNKS.get(key, 64), tune)
+    return _KDA.apply(*inputs, segments, chunk or CHUNKS.get(key, 64), tune, output)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -628,16 +689,18 @@ def report():
     print(f"triton {triton.__version__}, bf16, 256: fp32; "
           f"registers and spilled bytes of a thread, KB of shared memory a block")
     for kernel, kinds in kernels:
-        config = triton.Config(dict(BV=32), num_warps=4, num_stages=2)
+        configs = [triton.Config(dict(BV=32), num_warps=4, num_stages=2)]
         if hasattr(kernel, "configs"):
-            kernel, config = kernel.fn, kernel.configs[0]
+            kernel, configs = kernel.fn, kernel.configs
         widths = (64, 1024) if "norm" in kernel.__name__ else (1024,)
         if "K" in kernel.arg_names:
             widths = (64, 128, 256) if "KP" in kernel.arg_names else (64, 128)
         for D in widths:
             line = f"{kernel.__name__:18s} {D:4d} wide"
             for chip in chips:
-                line += f" | {chip[1]}: {_compiled(kernel, kinds, D, config, *chip)}"
+                major = 0 if chip[0] == "hip" else chip[1] // 10
+                choice = [c for c in configs if not _reported(kernel.__name__, major, c)][0]
+                line += f" | {chip[1]}: {_compiled(kernel, kinds, D, choice, *chip)}"
             print(line, flush=True)
 
 

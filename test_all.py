@@ -44,6 +44,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -685,8 +686,10 @@ def test_kernels_triton_kda_segments_and_decode():
     q, k, v, g, beta, state = kda_inputs(3, 5, 2, 48, 32, dtype=torch.float32)
     truth, last = kda.kda_recurrent(q, k, v, g, beta, state)
     with torch.no_grad():
-        first_two = (x[:1, :2] for x in (q, k, v, g, beta))
+        first_two = [x[:1, :2] for x in (q, k, v, g, beta)]
         o, entering = kernels.kda(*first_two, state[:1], segments=2)
+        none, alone = kernels.kda(*first_two, state[:1], output=False)
+        assert none is None and torch.allclose(alone, entering, atol=1e-5)
         # the third goes on from there, in place
         kernels.kda_decode(*(x[:1, 2:3] for x in (q, k, v, g, beta)), entering)
     third = kda.kda_recurrent(*(x[:1, :3] for x in (q, k, v, g, beta)), state[:1])[1]
@@ -944,6 +947,46 @@ def test_kernels_triton_attnres_mix():
     assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
 
 
+@pytest.mark.skipif(not kda.kernels or INTERPRETS, reason="needs a GPU")
+def test_kernels_every_choice_on_a_gpu(monkeypatch):
+    """With each choice of each tuned kernel, two runs agree bit for bit, and with kda_chunk."""
+    on_gpu = kda.kernels
+    names = "scores", "solve", "states", "output", "dstates", "dsolve", "dinputs"
+    inputs = kda_inputs(8, 330, 32, 128, 128, dtype=torch.float32)     # enough programs for a race
+    inputs = [x.cuda() for x in inputs]
+    weights = [torch.randn(8, 330, 32, 128).cuda(), torch.randn(8, 32, 128, 128).cuda()]
+    truth = gradients(kda.kda_chunk, inputs, weights)
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 3e-2)):
+        given = [x.to(dtype) if i < 3 else x for i, x in enumerate(inputs)]
+        for chunk, name in itertools.product((64, 32), names):
+            kernel = getattr(on_gpu, "_" + name)
+            for choice in on_gpu.choices_on(kernel, given[0].device):
+                with monkeypatch.context() as patch:
+                    patch.setattr(kernel, "configs", [choice])
+                    f = lambda *x: on_gpu.kda(*x, segments=1, chunk=chunk)
+                    first, second = (gradients(f, given, weights) for _ in range(2))
+                said = f"{name}, chunks of {chunk}, {dtype}: {choice}"
+                assert all(torch.equal(a, b) for a, b in zip(first, second)), said
+                errors = [(a - b).norm() / b.norm() for a, b in zip(first, truth)]
+                assert max(errors) < tolerance, f"{said}: {max(errors):.1e}"
+
+
+@slow
+@outer
+def test_kernels_choices_reported_as_wrong(monkeypatch):
+    """They are taken on no GPU of that kind, and every kernel has others."""
+    from kernels import _dinputs, _dsolve, _dstates, _states, choices_on
+    gpu = torch.device("cuda", 0)
+    for major in (8, 9, 10, 12):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+        for kernel in (_dsolve, _dinputs):
+            assert any(c.num_warps >= 4 for c in choices_on(kernel, gpu)) == (major != 9)
+            assert choices_on(kernel, gpu)
+        for kernel in (_states, _dstates):
+            choices = [(c.num_warps, c.num_stages) for c in choices_on(kernel, gpu)]
+            assert choices[0] == (4, 1) and ((4, 2) in choices) == (major != 10)
+
+
 @slow
 @outer
 def test_kernels_compile():
@@ -954,7 +997,10 @@ def test_kernels_compile():
     for line in lines:
         for chip in ("80", "89", "90", "100"):
             assert f" {chip}: " in line and "TOO MUCH" not in line, line
-            assert line.count(" 0 spilled") == 4 or " 256 wide" in line, line
+        spilled = [int(n) for n in re.findall(r"(\d+) spilled", line)]
+        # with two warps on Hopper, a few numbers of a thread do not fit
+        most = 256 if line.startswith(("dsolve", "dinputs")) else 0
+        assert len(spilled) == 4 and max(spilled) <= most or " 256 wide" in line, line
 
 
 def test_kda_segments():

@@ -55,7 +55,8 @@ PARTS = {kda.KDA: "KDA", GatedMLA: "MLA", moe.LatentMoE: "MoE",
          moe.SiTUGLU: "dense and shared MLP", attnres.Mix: "AttnRes mixtures",
          ops.RMSNorm: "norms of the layers", torch.nn.Embedding: "embedding and head"}
 FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "alias",
-        "_unsafe_view", "lift_fresh", "set_", "_assert_async"}
+        "_unsafe_view", "lift_fresh", "set_", "_assert_async", "promote_types"}
+FILLED = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 
 
 class Count(TorchDispatchMode):
@@ -140,6 +141,8 @@ def moved(name, func, args, kwargs, out):
         return 2 * sum(map(nbytes, tensors(out)))
     if name.startswith("scatter"):                                   # only the entries written to
         return args[2].numel() * (args[2].itemsize + 3 * args[0].itemsize)
+    if name in FILLED:
+        return sum(map(nbytes, tensors(out)))
     read, written = [], [] if func._schema.is_mutable else tensors(out)
     for i, argument in enumerate(func._schema.arguments):
         given = tensors([args[i] if i < len(args) else kwargs.get(argument.name)])
@@ -218,6 +221,7 @@ def as_if_on_a_gpu(count):
     def attention(q, k, v, is_causal=False):
         attend = torch.ops.aten._scaled_dot_product_efficient_attention
         return attend(q, k, v, None, True, 0.0, is_causal)[0]
+
     def transfer(x):
         count.waits[count.phase] += 1
         with unset_fake_temporarily():
@@ -290,6 +294,26 @@ def count_step(settings, config):
     return model, count, sum(kept.values()), peak + moments
 
 
+def count_decode(config):
+    """→ a Count of one token of one sequence, after another, with bf16 weights."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        count = Count()
+        with as_if_on_a_gpu(count), torch.no_grad():
+            model = K3(config).eval()
+            for name, p in list(model.named_parameters()):     # as .bfloat16() would
+                if not name.endswith(("conv1d.weight", "A_log", "dt_bias", "o_norm.weight")):
+                    module, _, name = name.rpartition(".")
+                    p = torch.nn.Parameter(p.bfloat16())
+                    setattr(model.get_submodule(module), name, p)
+            mark_parts(model, count)
+            cache, idx = model.new_cache(1), torch.empty(1, 1, dtype=torch.long)
+            with count:
+                for _ in range(2):
+                    count.rows.clear()
+                    model(idx, cache=cache, last_only=True)
+    return count
+
+
 # ------------------------------------------------------------------------------------------------
 # What it says
 
@@ -334,10 +358,13 @@ def report(settings, config):
         fits = settings.batch_size + (0.92 * memory - peak) / per_sequence
         print(f"| {card} | {step * 1e3:,.0f} | {step_tokens / step:,.0f} | {mfu:.1%} | "
               f"{max(0, int(fits))} × {settings.context} |")
+    token = sum(r.launches for r in count_decode(config).rows)
     launches = settings.grad_accum * sum(r.launches for r in micro)
     launches += sum(r.launches for r in update)
     print(f"A CPU that needs {HOST * 1e6:.0f} µs a launch does no more than "
           f"{step_tokens / (launches * HOST):,.0f} tokens/s, whatever the card.")
+    print(f"A token of one sequence is {token:,} launches: no more than "
+          f"{1 / (token * HOST):,.0f} tokens/s.")
 
 
 def print_row(name, rows, tokens):
