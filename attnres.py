@@ -80,25 +80,32 @@ class Mix(nn.Module):
         self.norm = RMSNorm(width, eps)
         self.w = nn.Parameter(torch.zeros(width))
 
-    def forward(self, sources):
+    def forward(self, sources, norm=None):
+        """norm: an RMSNorm that takes the mixture, with the eps of the keys' norm."""
+        if triton_takes(sources[0]):
+            scale = None if norm is None else norm.weight
+            return kernels.mix(self.w, self.norm.eps, *sources, keys=self.norm.weight, scale=scale)
         with torch.autocast(self.w.device.type, enabled=False):
-            mix = kernels.mix if triton_takes(sources[0]) else _Mix.apply
-            return mix(self.w * self.norm.weight, self.norm.eps, *sources)
+            h = _Mix.apply(self.w * self.norm.weight, self.norm.eps, *sources)
+        return h if norm is None else norm(h)
 
 
 class Stream:
     """
     The finished block sums and the running one. Where another model writes x = x + f(norm(x)), here
-    it is stream.add(f(norm(stream.read(mix)))). No source counts twice: closing a block moves the
+    it is stream.add(f(stream.read(mix, norm))). No source counts twice: closing a block moves the
     running sum to the list, and the next block starts empty.
     """
 
     def __init__(self, embedding):
         self.blocks, self.running = [], embedding  # (B, T, d) each
 
-    def read(self, mix):
+    def read(self, mix, norm=None):
+        if self.blocks:
+            sources = [*self.blocks, self.running]
+            return mix(sources, norm) if norm else mix(sources)
         # the first attention has nothing to mix yet
-        return mix([*self.blocks, self.running]) if self.blocks else self.running
+        return norm(self.running) if norm else self.running
 
     def close_block(self):
         self.blocks, self.running = [*self.blocks, self.running], None

@@ -5,7 +5,7 @@ torch's operations take dozens. The definitions stand in ops.py, kda.py, moe.py 
     norm(x, weight, eps, gate=None)     RMSNorm; with a gate, sigmoid(gate) ⊙ RMSNorm(x) (KDA)
     kda_arguments(…)                    KDA's q, k, v, g and β from its projections (report §2.1.1)
     situ(g, u, beta, linear_beta)       SiTU-GLU's activation (§2.3)
-    mix(u, eps, *sources)               a mixture of attention residuals (§2.2)
+    mix(u, eps, *sources, …)            a mixture of attention residuals (§2.2), and a norm of it
 
 Inside, all of it is fp32. Backward keeps what came in, and computes the rest again. The gradient of
 a weight is summed by each program over its rows, and over programs by torch: without atomics, so
@@ -405,90 +405,124 @@ situ = _SiTU.apply     # g, u (..., m), beta, linear_beta or None → (..., m)
 
 
 # --------------------------------------------------------------------------------------------------
-# The mixture of attention residuals (attnres.py). Every source is read once forward and twice
-# backward, and 4 bytes a token and source are kept. With n sources of d bf16 numbers a token,
-# forward moves 2 (n + 1) d bytes a token; as operations of torch about 26 n d.
+# The mixture of attention residuals (attnres.py), and the norm that follows it. Every source is
+# read once forward and twice backward, and 4 bytes a token and source are kept. With n sources of d
+# bf16 numbers a token, forward moves 2 (n + 1) d bytes a token; as operations of torch about 26 n d
+# for the mixture, and 4 d more for the norm.
 
 @triton.jit
-def mix_forward(u, eps, sources, out, logits, rows, d, BD: tl.constexpr):
+def mix_forward(w, keys, scale, eps, sources, out, logits, rows, d, BD: tl.constexpr):
     """One token: a softmax over the sources as they come, so each is read once. Grid (rows)."""
     at, row = tl.arange(0, BD), tl.program_id(0).to(tl.int64)
-    bu, here = load(u, (at, at < d)).to(tl.float32), (row * d + at, at < d)
+    u, here = _query(w, keys, (at, at < d)), (row * d + at, at < d)
     top, sum, acc = float("-inf"), 0.0, tl.zeros((BD,), tl.float32)
     for s in tl.static_range(len(sources)):
         x = load(sources[s], here).to(tl.float32)
-        logit = tl.sum(x * bu) * tl.rsqrt(tl.sum(x * x) / d + eps)
+        logit = tl.sum(x * u) * tl.rsqrt(tl.sum(x * x) / d + eps)
         tl.store(logits + s * rows + row, logit)
         new = tl.maximum(top, logit)
         p, fade = tl.exp2((logit - new) * LOG2E), tl.exp2((top - new) * LOG2E)
         acc, sum, top = acc * fade + p * x, sum * fade + p, new
-    store(out, here, acc / sum)
+    acc /= sum
+    if scale is not None:     # the norm that follows
+        acc *= tl.rsqrt(tl.sum(acc * acc) / d + eps) * load(scale, (at, at < d)).to(tl.float32)
+    store(out, here, acc)
 
 
 @triton.jit
-def mix_backward(u, eps, sources, dout, logits, dsources, du, rows, d,
+def _query(w, keys, place):
+    u = load(w, place).to(tl.float32)
+    if keys is not None:
+        u *= load(keys, place).to(tl.float32)
+    return u
+
+
+@triton.jit
+def mix_backward(w, keys, scale, eps, sources, dout, logits, dsources, du, dscale, rows, d,
                  ROWS: tl.constexpr, BD: tl.constexpr):
-    """ROWS tokens, which share a row of du (programs, d). Grid (programs)."""
+    """ROWS tokens, which share a row of du and of dscale (programs, d). Grid (programs)."""
     at = tl.arange(0, BD)
-    bu, bdu = load(u, (at, at < d)).to(tl.float32), tl.zeros((BD,), tl.float32)
+    u, bdu = _query(w, keys, (at, at < d)), tl.zeros((BD,), tl.float32)
+    bdscale = tl.zeros((BD,), tl.float32)
     for r in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + r
         # past the end everything is zero, and adds nothing to du
         here = row * d + at, at < tl.where(row < rows, d, 0)
-        bdout = load(dout, here).to(tl.float32)
+        dh = load(dout, here).to(tl.float32)
 
-        # the softmax once more, and Σ p dp as its mean
-        top, sum, mean = float("-inf"), 0.0, 0.0
+        # the mixture once more
+        top, sum, h = float("-inf"), 0.0, tl.zeros((BD,), tl.float32)
         for s in tl.static_range(len(sources)):
             logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
             x = load(sources[s], here).to(tl.float32)
             new = tl.maximum(top, logit)
             p, fade = tl.exp2((logit - new) * LOG2E), tl.exp2((top - new) * LOG2E)
-            mean, sum, top = mean * fade + p * tl.sum(bdout * x), sum * fade + p, new
-        mean /= sum
+            h, sum, top = h * fade + p * x, sum * fade + p, new
+        h /= sum
 
-        # through the values, the logits, and the norm
+        # through the norm that follows, if one does; then Σ p dp is dh · h
+        if scale is not None:
+            rms = tl.rsqrt(tl.sum(h * h) / d + eps)
+            bdscale += dh * h * rms
+            dh *= load(scale, (at, at < d)).to(tl.float32) * rms
+            dh -= h * (tl.sum(dh * h) * rms * rms / d)
+        mean = tl.sum(dh * h)
+
+        # through the values, the logits, and the norm of the keys
         for s in tl.static_range(len(sources)):
             logit = tl.load(logits + s * rows + tl.minimum(row, rows - 1))
             x = load(sources[s], here).to(tl.float32)
             p, rms = tl.exp2((logit - top) * LOG2E) / sum, tl.rsqrt(tl.sum(x * x) / d + eps)
-            dlogit = p * (tl.sum(bdout * x) - mean)
+            dlogit = p * (tl.sum(dh * x) - mean)
             bdu += dlogit * rms * x
-            dx = bdout * p + dlogit * rms * bu - (dlogit * logit * rms * rms / d) * x
+            dx = dh * p + dlogit * rms * u - (dlogit * logit * rms * rms / d) * x
             store(dsources[s], here, dx)
-    store(du, (tl.program_id(0) * d + at, at < d), bdu)
+    here = tl.program_id(0) * d + at, at < d
+    store(du, here, bdu)
+    if dscale is not None:
+        store(dscale, here, bdscale)
 
 
 class _Mix(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx, u, eps, *sources):
-        d, shape = u.shape[-1], sources[0].shape
+    def forward(ctx, w, keys, scale, eps, *sources):
+        d, shape = w.shape[-1], sources[0].shape
         for x in sources:
-            if x.shape != shape or x.shape[-1:] != u.shape or x.device != u.device:
-                raise ValueError(f"sources: expected {(*shape[:-1], d)} on {u.device}, to go with "
-                                 f"u {tuple(u.shape)}, got {tuple(x.shape)} on {x.device}")
-        u, *sources = (x.contiguous() for x in (u, *sources))
+            if x.shape != shape or x.shape[-1:] != w.shape or x.device != w.device:
+                raise ValueError(f"sources: expected {(*shape[:-1], d)} on {w.device}, to go with "
+                                 f"u {tuple(w.shape)}, got {tuple(x.shape)} on {x.device}")
+        w, *sources = (x.contiguous() for x in (w, *sources))
         rows = sources[0].numel() // d
         out = torch.empty_like(sources[0])
-        logits = u.new_empty(len(sources), rows, dtype=torch.float32)
-        launch(u, mix_forward, (rows,), u, eps, tuple(sources), out, logits, rows, d,
+        logits = w.new_empty(len(sources), rows, dtype=torch.float32)
+        launch(w, mix_forward, (rows,), w, keys, scale, eps, tuple(sources), out, logits, rows, d,
                BD=triton.next_power_of_2(d), num_warps=4)
-        ctx.save_for_backward(u, logits, *sources)
+        ctx.save_for_backward(w, keys, scale, logits, *sources)
         ctx.eps = eps
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        u, logits, *sources = ctx.saved_tensors
-        d, rows, per_program = u.shape[0], logits.shape[1], 16
+        w, keys, scale, logits, *sources = ctx.saved_tensors
+        d, rows, per_program = w.shape[0], logits.shape[1], 16
         dsources = tuple(torch.empty_like(x) for x in sources)
-        du = u.new_empty(triton.cdiv(rows, per_program), d, dtype=torch.float32)
-        launch(u, mix_backward, (len(du),), u, ctx.eps, tuple(sources), dout.contiguous(), logits,
-               dsources, du, rows, d, ROWS=per_program, BD=triton.next_power_of_2(d),
-               num_warps=8 if d > 2048 else 4)
-        return du.sum(0).to(u.dtype), None, *dsources
+        parts = w.new_empty(1 if scale is None else 2, triton.cdiv(rows, per_program), d,
+                            dtype=torch.float32)
+        launch(w, mix_backward, (parts.shape[1],), w, keys, scale, ctx.eps, tuple(sources),
+               dout.contiguous(), logits, dsources, parts[0],
+               None if scale is None else parts[1], rows, d,
+               ROWS=per_program, BD=triton.next_power_of_2(d), num_warps=8 if d > 2048 else 4)
+        du, *dscale = parts.sum(1)
+        dw, dkeys = (du, None) if keys is None else (du * keys, (du * w).to(keys.dtype))
+        dscale = dscale[0].to(scale.dtype) if dscale else None
+        return dw.to(w.dtype), dkeys, dscale, None, *dsources
 
 
-mix = _Mix.apply     # u (d), eps, sources (..., d) each → (..., d)
+def mix(u, eps, *sources, keys=None, scale=None):
+    """
+    u (d), sources (…, d) each → (…, d). keys: the weight of the keys' norm, where u is without it;
+    scale: the weight of an RMSNorm of the mixture, with the same eps.
+    """
+    return _Mix.apply(u, keys, scale, eps, *sources)

@@ -684,8 +684,8 @@ def report():
         (elementwise.norm_forward, "bbfbiiis"), (elementwise.norm_backward, "bbfbbbfiiisi"),
         (elementwise.arguments_forward, "tttbbffttffiiiis"),
         (elementwise.arguments_backward, "tttbbfftffttbbfiiiis"),
-        (elementwise.situ_kernel, "bbnbbbiiiiss"), (elementwise.mix_forward, "bstbfii"),
-        (elementwise.mix_backward, "bstbftfii")]
+        (elementwise.situ_kernel, "bbnbbbiiiiss"), (elementwise.mix_forward, "bffstbfii"),
+        (elementwise.mix_backward, "bffstbftffii")]
     print(f"triton {triton.__version__}, bf16, 256: fp32; "
           f"registers and spilled bytes of a thread, KB of shared memory a block")
     for kernel, kinds in kernels:

@@ -39,12 +39,12 @@ class Layer(nn.Module):
 
     def forward(self, stream, cache=None, counted=None):
         """counted: the tokens that count for balance, (B, T) bool, or None for all."""
-        x = self.attn_norm(stream.read(self.attn_mix))  # (B, T, d)
+        x = stream.read(self.attn_mix, self.attn_norm)  # (B, T, d)
         if self.starts_block:  # every attn_res_block_size-th layer
             stream.close_block()
         stream.add(self.attn(x, cache))
 
-        x = self.mlp_norm(stream.read(self.mlp_mix))  # (B, T, d)
+        x = stream.read(self.mlp_mix, self.mlp_norm)  # (B, T, d)
         if self.block_per_part:  # full AttnRes
             stream.close_block()
         stream.add(self.mlp(x, counted) if self.is_moe else self.mlp(x))

@@ -281,7 +281,7 @@ class LatentMoE(nn.Module):
                 p.register_hook(count)
         if self.k > 1:
             p = p / (p.sum(-1, keepdim=True) + 1e-20)
-        return chosen, p * self.scale
+        return chosen, p if self.scale == 1 else p * self.scale
 
     def observe(self, scores, chosen, cutoff, counted):
         by_choice = chosen.T  # (k, m)

@@ -945,6 +945,15 @@ def test_kernels_triton_attnres_mix():
     truth = gradients(definition, [x.double() for x in (u, *sources)], weights)
     ours = gradients(lambda u, *x: kernels.mix(u, 1e-5, *x), [u, *sources], weights)
     assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
+    # with the keys' norm apart, and the norm that follows
+    inputs = [u, torch.rand(40) + 0.5, torch.rand(40) + 0.5, *sources]
+
+    def definition(u, keys, scale, *x):
+        return F.rms_norm(attnres.mix_definition(x, u * keys), scale.shape, scale, 1e-5)
+    truth = gradients(definition, [x.double() for x in inputs], weights)
+    normed = lambda u, keys, scale, *x: kernels.mix(u, 1e-5, *x, keys=keys, scale=scale)
+    ours = gradients(normed, inputs, weights)
+    assert all(error(a, b) < 1e-5 for a, b in zip(ours, truth))
 
 
 @pytest.mark.skipif(not kda.kernels or INTERPRETS, reason="needs a GPU")
@@ -7246,8 +7255,9 @@ def test_lab_gpu_counts_launches(capsys):
     assert launches["situ_kernel"] == 6
     # of the KDA layer, which asks for no more than these
     assert launches["arguments_forward"] == launches["arguments_backward"] == 1
-    # the layers' norms, q's and kv's latents in MLA, the experts' and the last; and KDA's output
-    assert launches["norm_forward"] == launches["norm_backward"] == 4 + 2 + 1 + 1 + 1
+    # the first norm, q's and kv's latents in MLA, the experts', the last, and KDA's output; the
+    # others are in the mixtures before them
+    assert launches["norm_forward"] == launches["norm_backward"] == 1 + 2 + 1 + 1 + 1
     # four mixtures read something: all but the first layer's first, and the output's
     assert launches["mix_forward"] == launches["mix_backward"] == 4
     assert 0 < kept < peak
