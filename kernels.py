@@ -2,10 +2,12 @@
 KDA as Triton kernels: forward, backward and decode (report §2.1.1, §5.1). The algebra, and the slow
 definition, stand in kda.py.
 
-    kda(q, k, v, g, beta, state=None) → o, state           kda_chunk's contract, on a GPU
-    kda_decode(q, k, v, g, beta, state) → o                a few tokens; the state changes in place
-    situ(g, u, beta, linear_beta), mix(u, eps, *sources)   element-wise work in one pass, not dozens
-    python kernels.py            compiles all of it for sm_80, 89, 90, 100, gfx942, without a GPU
+    kda(q, k, v, g, beta, state=None) → o, state     kda_chunk's contract, on a GPU
+    kda_decode(q, k, v, g, beta, state) → o          a few tokens; the state changes in place
+    python kernels.py       compiles these, and elementwise.py's, for sm_80, 89, 90, 100, gfx942,
+                            without a GPU
+
+Triton 3.6 or later.
 
 A sequence goes in chunks of C = 64 tokens (or 32, where that was measured to be faster). Forward is
 four kernels; only the third is sequential:
