@@ -1,6 +1,6 @@
 """
-About 120M active of 344M parameters, on one GPU with 24 GB or more. Any text of some hundred MB,
-tokenized as GPT-2 does:
+About 120M active of 344M parameters, on one GPU with 80 GB; config/gpu_24gb.py and gpu_16gb.py are
+the same run on smaller ones. Any text of some hundred MB, tokenized as GPT-2 does:
 
     python data/prepare.py path/to/texts --name=corpus --tokenizer=gpt2
     python train.py config/gpu_small.py --data=corpus
@@ -25,11 +25,11 @@ moe_intermediate_size = 256
 routed_expert_hidden_size = 384
 attn_res_block_size = 3  # four blocks and the embedding: five sources at the end
 
-# 131k tokens a step, in micro-batches of 8k tokens. By a count on paper these need about 12 GB,
-# beside 5 GB of weights, gradients and momenta
-batch_size = 8
+# 131k tokens a step, in micro-batches of 33k tokens: by a count on paper (python -m lab.bench gpu)
+# about 34 GB, weights, gradients and momenta included
+batch_size = 32
 context = 1024
-grad_accum = 16
+grad_accum = 4
 steps = 20000            # 2.6B tokens, 20 per active parameter
 
 lr = 2e-3
