@@ -695,7 +695,7 @@ def report():
         if hasattr(kernel, "configs"):
             kernel, configs = kernel.fn, kernel.configs
         widths = (64, 1024) if "norm" in kernel.__name__ else (1024,)
-        if "K" in kernel.arg_names:
+        if "V" in kernel.arg_names or "K" in kernel.arg_names:
             widths = (64, 128, 256) if "KP" in kernel.arg_names else (64, 128)
         for D in widths:
             line = f"{kernel.__name__:18s} {D:4d} wide"
@@ -714,7 +714,7 @@ def _compiled(kernel, kinds, D, config, backend, arch, warp, limit):
     words = dict(b="*fp32" if in_fp32 else "*bf16", f="*fp32", t=("*bf16",) * 3,
                  i="i32", l="*i64", s="fp32", n=None)
     types = {name: words[kind] for name, kind in zip(kernel.arg_names, kinds)}
-    dot = "ieee" if backend == "hip" else "tf32" if D < 256 else "tf32x3"
+    dot = "ieee" if backend == "hip" else "tf32x3" if in_fp32 else "tf32"
     sizes = dict(C=64, KP=D, BLOCK=1024, BD=D, ROWS=1024 // D, WIDTH=4, PAST=4, TAPS=4,
                  STEPS=D // 8, DOT=dot, **config.kwargs)
     constants = {name: sizes.get(name) for name in kernel.arg_names if types.get(name) is None}
