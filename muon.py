@@ -93,8 +93,10 @@ class Muon(torch.optim.Optimizer):
             for p, mean in zip(params, means):
                 rows, cols = p.shape[-2] // group["blocks"], p.shape[-1]
                 same = todo.setdefault((rows, cols, group["lr"], p.dtype, p.device), [])
-                parts = [x.reshape(-1, rows, cols).split(max(1, BATCH // (rows * cols)))
-                         for x in (p.detach(), p.grad, mean)]
+                # `view`: of what is to be written, reshape might give a copy
+                blocks = (p.detach().view(-1, rows, cols), p.grad.reshape(-1, rows, cols),
+                          mean.view(-1, rows, cols))
+                parts = [x.split(max(1, BATCH // (rows * cols))) for x in blocks]
                 same += [(*part, group) for part in zip(*parts)]
         for (rows, cols, *_), same in todo.items():
             while same:  # as many as a batch may hold, and at least one
@@ -175,11 +177,13 @@ class MuonAdamW:
 def qk_clip(q_b, kv_b, max_logit, nope, rope, tau=100.0):
     """
     Keep attention logits from growing. A head whose largest logit of the step passed tau gets its
-    query and key weights scaled by γ = tau / max, so that the same tokens would give tau. In place,
-    lists of each layer's weights: q_b (H·(nope + rope), ·), the nope rows × √γ and the rope rows
-    × γ (their key, k_shared, belongs to all heads and stays); kv_b (H·(nope + V), ·), the nope rows
-    × √γ. max_logit (layers, H): −inf if nothing was seen.
+    query and key weights scaled by γ = tau / max, so that the same tokens would give tau. In place:
+    q_b (H·(nope + rope), ·), the nope rows × √γ and the rope rows × γ (their key, k_shared, belongs
+    to all heads and stays); kv_b (H·(nope + V), ·), the nope rows × √γ. max_logit (H): −inf if
+    nothing was seen. Or lists of the weights of several layers, and max_logit (layers, H).
     """
+    if max_logit.dim() == 1:
+        q_b, kv_b, max_logit = [q_b], [kv_b], max_logit.unsqueeze(0)
     H = max_logit.shape[1]
     gammas = (tau / max_logit.clamp(min=tau)).view(-1, H, 1, 1)
     for q, kv, gamma, root in zip(q_b, kv_b, gammas, gammas.sqrt()):

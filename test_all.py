@@ -1572,13 +1572,16 @@ def test_muon_qk_clip():
         return logits, kv[..., nope:]
     before, values = logits_and_values(q_b, kv_b)
     maxima = torch.tensor([120.0, 400.0, -torch.inf])  # the third head was not seen
-    muon.qk_clip([q_b], [kv_b], maxima[None], nope, rope)
+    of_a_list = q_b.clone(), kv_b.clone()
+    muon.qk_clip(q_b, kv_b, maxima, nope, rope)
+    muon.qk_clip(of_a_list[:1], of_a_list[1:], maxima[None], nope, rope)
+    assert torch.equal(of_a_list[0], q_b) and torch.equal(of_a_list[1], kv_b)
     after, values_after = logits_and_values(q_b, kv_b)
     factors = torch.tensor([100 / 120, 0.25, 1.0]).view(3, 1, 1)
     assert torch.allclose(after, before * factors, atol=1e-4)
     assert torch.equal(values, values_after)
     with pytest.raises(ValueError, match="qk_clip"):
-        muon.qk_clip([q_b[:-1]], [kv_b], maxima[None], nope, rope)
+        muon.qk_clip(q_b[:-1], kv_b, maxima, nope, rope)
 
 
 def test_muon_max_logit_of_a_step():
