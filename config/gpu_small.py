@@ -26,7 +26,7 @@ routed_expert_hidden_size = 384
 attn_res_block_size = 3  # four blocks and the embedding: five sources at the end
 
 # 131k tokens a step, in micro-batches of 33k tokens: by a count on paper (python -m lab.bench gpu)
-# about 34 GB, weights, gradients and momenta included
+# about 28 GB, weights, gradients and momenta included
 batch_size = 32
 context = 1024
 grad_accum = 4
