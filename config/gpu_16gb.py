@@ -25,7 +25,7 @@ moe_intermediate_size = 256
 routed_expert_hidden_size = 384
 attn_res_block_size = 3  # four blocks and the embedding: five sources at the end
 
-# micro-batches of 8k tokens: by a count on paper about 10 GB, weights, gradients and momenta
+# micro-batches of 8k tokens: by a count on paper about 12 GB, weights, gradients and momenta
 # included
 batch_size = 8
 context = 1024
