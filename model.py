@@ -8,8 +8,8 @@ A layer is an attention part, then an MLP part. There is no x + f(x): what a par
 mixture over depth (attnres.py). Attention is KDA (kda.py), a linear attention whose state has a
 constant size; every 4th layer, and the last, is Gated MLA (mla.py), a softmax attention over
 compressed latents. Neither knows positions. The MLP is a dense SiTU-GLU in the first layer and
-Stable LatentMoE (moe.py) in all others. Per-Head Muon trains the matrices (muon.py). weights.py
-reads and writes released models.
+Stable LatentMoE (moe.py) in all others. One more layer may look a token further (mtp.py). Per-Head
+Muon trains the matrices (muon.py). weights.py reads and writes released models.
 
     python model.py FOLDER      what a folder of released weights holds, and the memory it takes
 """
