@@ -15,7 +15,6 @@ How well a model reads after config/reading.py, and what its tower costs.
 import random
 import resource
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -187,7 +186,7 @@ def tower():
     config = K3Config(vit_layers=4, media_pad=0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; config/reading.py's "
           "tower against a plain ViT, forward and backward, medians of 9 in turn")
-    for count, (h, w) in ((44, (2, 22)), (16, (16, 16))):
+    for count, (h, w) in ((64, (2, 12)), (44, (2, 22)), (16, (16, 16)), (4, (32, 32))):
         torch.manual_seed(0)
         ours, plain = vision.VisionTower(config), PlainViT(config, h * w)
         patches = torch.randn(count * h * w, 3 * config.vit_patch ** 2)
@@ -212,11 +211,11 @@ def released():
     torch.set_default_dtype(torch.float32)
     weights = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
-    began = time.perf_counter()
+    began = now()
     patches, grid = vision.preprocess(image)
-    ready = time.perf_counter()
+    ready = now()
     features = ours(patches, [grid])
-    seconds, peak = time.perf_counter() - ready, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, peak = now() - ready, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"640 × 480 → {len(patches):,} patches, {len(features)} features; "
           f"{sum(p.numel() for p in ours.parameters()):,} parameters in bf16, "
           f"{torch.get_num_threads()} threads: preprocessing {(ready - began) * 1000:.0f} ms, "
