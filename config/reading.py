@@ -1,7 +1,7 @@
 """
 Learning to read from scratch: a language model and a vision tower, on lines of text as images and
-on plain text, for as long as 2.8 quickstarts. It then reads 81% of random digits, but of letters few:
-more steps are needed (docs/reading.md). It needs Pillow, and matplotlib for its faces:
+on plain text, for as long as 2.8 quickstarts. It then reads 81% of random digits but few letters:
+it needs more steps (docs/reading.md), and Pillow, and matplotlib for its faces:
 
     python data/reading.py && python train.py config/reading.py
     python sample.py --out_dir=out/reading --image=line.png
