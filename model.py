@@ -90,7 +90,7 @@ class K3(nn.Module):
         if not self.lm_head.weight.is_meta:
             self.init_weights()
 
-    def forward(self, idx, targets=None, cache=None, last_only=False, images=None):
+    def forward(self, idx, targets=None, cache=None, last_only=False, images=None, counted=None):
         """
         idx, targets (B, T) int64 → logits and loss. Logits are (B, T, vocab), or (B, 1, vocab) with
         last_only, or None in training with targets. The loss is the mean cross-entropy in nats,
@@ -98,7 +98,8 @@ class K3(nn.Module):
         ignored, and its token does not count for balance. cache: from new_cache; the tokens then
         follow those of earlier calls. images: (patches, grids) as vision.py takes them; idx holds
         one media_pad per feature, in order, row by row, and their targets are −1. Image tokens do
-        count for balance, as they are routed.
+        count for balance, as they are routed. counted: the tokens that count, (B, T) bool, where
+        no targets say so.
         """
         if idx.dim() != 2 or idx.shape[1] < 1 or idx.dtype not in (torch.int64, torch.int32):
             raise ValueError("idx: expected token ids (B, T ≥ 1), int64 or int32, got "
@@ -111,7 +112,6 @@ class K3(nn.Module):
             raise ValueError("images: this model has no vision tower (vit_layers = 0)")
         embedded = embedded.to(low_precision(embedded))  # in autocast the stream is bf16
         stream = Stream(embedded)  # (B, T, d)
-        counted = None  # the tokens that count for balance; None for all
         if targets is not None:
             counted = targets != -1
             if self.vision:

@@ -26,7 +26,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dispatch import at_home, dispatch, exchange, is_home, plan_redundant  # noqa: F401
-from mxfp4 import _MXFP4, mxfp4_parts  # noqa: F401
+from mxfp4 import _MXFP4, mxfp4_parts, mxfp8  # noqa: F401
 from ops import RMSNorm, by_hand, cast, fp32, keep_dtype, kernels, linears, triton_takes
 
 
@@ -300,6 +300,7 @@ class LatentMoE(nn.Module):
         # a row per token and choice, (m·k); order: where in chosen.flatten() it was
         by_expert, order = chosen.flatten().sort(stable=True)
         w13, w2 = (_MXFP4.apply(w) if self.qat else w for w in (self.w13, self.w2))
+        z = mxfp8(z) if self.qat else z
         w13 = cast(w13, z.dtype).flatten(1, 2)  # (E, 2·hidden, ℓ)
         w2 = cast(w2, z.dtype)  # (E, ℓ, hidden)
         if self.group:
@@ -319,7 +320,8 @@ class LatentMoE(nn.Module):
     def products(self, rows, w13, w2, ends):
         """rows (n, ℓ) sorted by expert, ends (experts): where each expert's rows end → (n, ℓ)."""
         g, u = grouped_mm(rows, w13.mT, ends).chunk(2, dim=-1)  # (n, hidden) each
-        return grouped_mm(situ(g, u, self.beta, self.linear_beta), w2.mT, ends)
+        hidden = situ(g, u, self.beta, self.linear_beta)
+        return grouped_mm(mxfp8(hidden) if self.qat else hidden, w2.mT, ends)
 
     def products_over_ranks(self, rows, w13, w2, way):
         """The same rows, w13 and w2 of this rank, computed where `way` (dispatch) says."""

@@ -1,7 +1,8 @@
 """
 MXFP4, in which the released experts are kept: numbers of 4 bits, ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}, and
 one power of two per 32 inputs of a row (OCP Microscaling Formats 1.0). With qat="mxfp4" every
-forward sees the routed experts as MXFP4 would keep them, and trains for that.
+forward sees the routed experts as MXFP4 would keep them, and trains for that. What enters their
+matrices it sees in MXFP8 (report §4.1.4): the same with numbers of 8 bits, E4M3, up to ±448.
 """
 import functools
 
@@ -25,17 +26,36 @@ def mxfp4_parts(w):
     return (x / step).round() * step, exponent
 
 
+def mxfp8_parts(rows):
+    """
+    rows (…, n), n a multiple of 32 → x (…, n/32, 32) fp32 of E4M3, exponent (…, n/32, 1) int32, as
+    above: the smallest power with which no number is above 448. E4M3 has 3 bits after the leading
+    one, from 2^−6 on; below, steps of 2^−9.
+    """
+    blocks = rows.detach().float().unflatten(-1, (-1, 32))
+    mantissa, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))      # 448 = 0.875 · 2^9
+    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(-127, 118)
+    x = torch.ldexp(blocks, -exponent)
+    step = torch.exp2((torch.frexp(x)[1] - 4).clamp(min=-9).float())           # of the grid at x
+    return (x / step).round() * step, exponent
+
+
 class _MXFP4(torch.autograd.Function):
     """w as MXFP4 would keep it. The gradient passes straight through, as if nothing was rounded."""
 
     @staticmethod
-    def forward(ctx, w):
-        x, exponent = mxfp4_parts(w)
+    def forward(ctx, w, parts=mxfp4_parts):
+        x, exponent = parts(w)
         return torch.ldexp(x, exponent).flatten(-2).to(w.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        return dy
+        return dy, None
+
+
+def mxfp8(rows):
+    """rows (…, n) as MXFP8 would keep them."""
+    return _MXFP4.apply(rows, mxfp8_parts)
 
 
 # ------------------------------------------------------------------------------------------------

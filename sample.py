@@ -21,6 +21,8 @@ Sample text from a checkpoint of train.py. All it needs is there: weights, sizes
     --seed=1                    of the first sample; the next ones have the next numbers, and each
                                 is what it would be alone
     --device=auto               cuda, mps or cpu
+    --chat                      talk to a model of post.py, a line at a time, until Ctrl-D
+    --effort=low                or high or max: how much it is to think, in a chat
 
 Text goes to standard output as it is decoded, the speed to standard error.
 """
@@ -32,13 +34,14 @@ import torch
 
 import cli
 from checkpoint import load_model
-from data import images, tokenizer
-from model import K3
+from data import chat, images, tokenizer
+from model import K3, sample_token
+from mtp import evaluating
 from weights import end_ids
 
 DEFAULTS = {"from": "", "out_dir": "out/shakespeare", "prompt": "\n", "prompts": "",
             "num_samples": 1, "max_new_tokens": 500, "temperature": 0.8, "top_k": 0, "top_p": 1.0,
-            "draft": 0, "seed": 1, "device": "auto"}
+            "draft": 0, "seed": 1, "device": "auto", "chat": False, "effort": ""}
 
 
 def main(arguments):
@@ -49,6 +52,8 @@ def main(arguments):
     else:
         model, enc = load_model(options["out_dir"], device)
         ends = set()
+    if options["chat"]:
+        return talk(model, enc, options)
     ends = ends | {tokenizer.end_of_text(enc)}
     rows, seen = read_prompts(options, model, enc)
     seen = seen and (seen[0].to(device), seen[1])
@@ -130,6 +135,12 @@ def read_arguments(arguments):
         raise ValueError("--from and --out_dir both name a model; give one")
     if options["num_samples"] < 1 or options["max_new_tokens"] < 1 or options["top_k"] < 0:
         raise ValueError("expected num_samples ≥ 1, max_new_tokens ≥ 1, top_k ≥ 0")
+    odd = [name for name in ("prompt", "prompts", "num_samples", "draft")
+           if options[name] != DEFAULTS[name]]
+    if options["chat"] and (odd or files):
+        raise ValueError(f"--{(odd or ['image'])[0]} is not for --chat, where you type what to say")
+    if options["effort"] and (options["effort"] not in chat.EFFORTS or not options["chat"]):
+        raise ValueError(f"--effort={options['effort']}: expected low, high or max, with --chat")
     if not 0 <= options["seed"] < 2 ** 64:
         raise ValueError(f"--seed={options['seed']}: expected 0 ≤ seed < 2**64")
     for name in ("from", "out_dir"):
@@ -196,6 +207,57 @@ def load_released(folder, device):
         raise FileNotFoundError(f"no tiktoken.model in {folder}, so text cannot become ids; put "
                                 "the file that belongs to the weights there")
     return model, model.tokenizer, end_ids(folder)
+
+
+def talk(model, enc, options):
+    """A conversation. The cache holds all that was said before: nothing is read again."""
+    effort, dim, plain = options["effort"], "\033[2m", "\033[0m"
+    if not sys.stdout.isatty():
+        dim = plain = ""
+    *_, end = chat.control_ids(enc)
+    torch.manual_seed(options["seed"])
+    cache, unread = model.new_cache(1), []
+    messages = [chat.effort_message(effort)] if effort else []
+    for line in typed_lines():
+        messages.append({"role": "user", "content": line})
+        unread += chat.render(messages, enc, answer=True)[0]
+        messages, said, shown = [], [], ""
+        print(dim, end="")
+        for kind, text in chat.events(answer(model, cache, unread, enc, said, options), enc):
+            if kind == "text":
+                shown += text
+                print(text, end="", flush=True)
+            elif kind == chat.CLOSE and text == "think":
+                print(plain, end="\n" * bool(shown))
+        unread = said[-1:]                        # of the answer this alone is not in the cache
+        if unread != [end]:
+            print(f"{plain} … (cut off by --max_new_tokens={options['max_new_tokens']})", end="")
+            unread += [end]
+        print(plain)
+
+
+def answer(model, cache, unread, enc, said, options):
+    """Read ids, then draw an answer, token by token; all of it goes into `said`, too."""
+    end, how = chat.control_ids(enc)[-1], (options["top_k"] or None, options["top_p"])
+    while len(said) < options["max_new_tokens"] and said[-1:] != [end]:
+        with torch.no_grad(), evaluating(model):
+            idx = torch.tensor([unread], device=model.embed.weight.device)     # (1, T)
+            logits, _ = model(idx, cache=cache, last_only=True)
+        logits = model.choices(logits[:, -1], enc.n_vocab)
+        unread = sample_token(logits, options["temperature"], *how)[0].tolist()
+        said += unread
+        yield unread[0]
+
+
+def typed_lines():
+    """What is typed, or comes from a file, line by line; empty ones left out."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line:
+            yield line
 
 
 if __name__ == "__main__":

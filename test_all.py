@@ -76,9 +76,12 @@ import model
 import moe
 import mtp
 import muon
+import mxfp4
 import ops
 import parallel
+import post
 import sample as sample_py
+import tasks
 import train
 import vision
 import weights
@@ -5129,6 +5132,446 @@ def test_post_prepare_chat(desk):
     assert np.array_equal(ids, prepare.open_tokens(desk / "data/a", "train", meta))
 
 
+@pytest.fixture
+def in_fp64(monkeypatch):
+    """torch's grouped product takes no fp64."""
+    monkeypatch.setattr(moe, "grouped_mm", grouped_mm_definition)
+
+
+def on_policy(m, enc, teachers=(), **settings):
+    """As much of a run of post.py as its loss needs."""
+    return SimpleNamespace(
+        wrapped=m, enc=enc, device="cpu", autocast=contextlib.nullcontext(), teachers=teachers,
+        settings=post.Settings(**settings))
+
+
+def chat_model(seed=0, **changes):
+    return tiny_model(seed, **{"vocab_size": 264, **changes})  # 3 more than the tokenizer has
+
+
+def begun_answers(enc, count=6):
+    """Prompts of different lengths."""
+    return [post.Answer(post.ask("7" * (1 + i % 3), "", enc), (3, i)) for i in range(count)]
+
+
+def given_answers(seed=0, rows=4):
+    """Answers with any log-probabilities, and a number for each token; exact in fp32."""
+    rng, answers, values = np.random.default_rng(seed), [], []
+    for n in range(rows):
+        size = int(rng.integers(1, 7))
+        behaviour = (np.round(rng.normal(-5.5, 0.4, size) * 64) / 64).tolist()
+        answers.append(post.Answer(rng.integers(0, 261, 2 + n).tolist(), (n,),
+                                   rng.integers(0, 261, size).tolist(), behaviour))
+        values.append((np.round(rng.normal(0, 1, size) * 64) / 64).tolist())
+    return answers, values
+
+
+def gradient(m, loss):
+    m.zero_grad(set_to_none=True)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None])
+
+
+class Table(torch.nn.Module):
+    """In the place of a model: the logits of a token by the one before."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, x, counted=None):
+        return self.logits[x], None
+
+
+def random_table():
+    return Table(torch.randn(264, 264, generator=torch.Generator().manual_seed(0)))
+
+
+def own_logp(m, answers, enc, temperature=1.0):
+    """What m says of the answers' tokens, a list for each."""
+    x, y, _ = post.to_batch(answers, "cpu")
+    logp = post.of_targets(m(x)[0].detach(), y, temperature, enc)
+    return [row[said].tolist() for row, said in zip(logp, y != -1)]
+
+
+@pytest.mark.parametrize("kind, temperature, limit",
+                         [(random_table, 1.0, 1e-12), (random_table, 0.7, 1e-12),
+                          (chat_model, 0.7, 1e-6)])
+def test_post_loss_is_its_definition(kind, temperature, limit, in_fp64):
+    """Token by token in fp64, each from its own prefix alone: no prompt, no padding, no pad id."""
+    enc, m = chat_tokenizer(), kind().double().eval()
+    answers, values = given_answers()
+    run = on_policy(m, enc, temperature=temperature, ratio_min=0.8, ratio_max=1.3, tau=0.3)
+    rng = np.random.default_rng(5)
+    for a, logp in zip(answers, own_logp(m, answers, enc, temperature)):  # exact in fp32
+        a.logp = (np.round((np.array(logp) + rng.normal(0, 0.25, len(logp))) * 64) / 64).tolist()
+    definition, kept = 0, []
+    for a, numbers in zip(answers, values):
+        for t, token in enumerate(a.ids):
+            logits = m(torch.tensor([a.prompt + a.ids[:t]]))[0][0, -1, :261] / temperature
+            log_ratio = logits[token] - logits.exp().sum().log() - a.logp[t]
+            kept.append(0.8 <= log_ratio.exp() <= 1.3)
+            definition = definition - (log_ratio.exp() * numbers[t] if kept[-1] else 0)
+            definition = definition + 0.3 * log_ratio ** 2
+    assert 2 < sum(kept) < len(kept) - 2
+    loss, x, y, log_ratio = post.OnPolicy.loss(run, answers, values)
+    assert error(loss, definition) < 1e-12 and len(log_ratio) == len(kept)
+    truth = gradient(m, definition)
+    assert error(gradient(m, post.OnPolicy.loss(run, answers, values)[0]), truth) < limit
+    # alone, a row gives what it gives beside longer ones
+    parts = [post.OnPolicy.loss(run, [a], [v])[0] for a, v in zip(answers, values)]
+    assert error(sum(parts), definition) < 1e-12
+    assert (y == -1).sum() > 0 and ((y != -1).sum(1) == torch.tensor([len(a.ids)
+                                                                      for a in answers])).all()
+
+
+def test_post_loss_on_policy_and_masked(in_fp64):
+    enc, m = chat_tokenizer(), chat_model(vocab_size=261).double().eval()
+    answers, values = given_answers(1)
+    run, own = on_policy(m, enc), own_logp(m, answers, enc)
+    for a, logp in zip(answers, own):
+        a.logp = logp  # ρ = 1
+    x, y, *_ = post.to_batch(answers, "cpu")
+    logp, said = post.of_targets(m(x)[0], y, 1.0, enc), y != -1
+    reinforce = -(logp * post.to_batch(answers, "cpu", values)[3])[said].sum()
+    truth = gradient(m, reinforce)
+    # to the rounding of stored log-probabilities, which are fp32
+    assert error(gradient(m, post.OnPolicy.loss(run, answers, values)[0]), truth) < 1e-6
+    # A = 1 is cross-entropy, summed
+    ones = [[1.0] * len(a.ids) for a in answers]
+    cross_entropy = gradient(m, m(x, y)[1] * said.sum())
+    assert error(gradient(m, post.OnPolicy.loss(run, answers, ones)[0]), cross_entropy) < 1e-6
+    # answers of equal reward, r − r̄ = 0: nothing
+    zeros = [[0.0] * len(a.ids) for a in answers]
+    no_square = on_policy(m, enc, tau=0.0)
+    assert not gradient(m, post.OnPolicy.loss(no_square, answers, zeros)[0]).any()
+    rounding = gradient(m, post.OnPolicy.loss(run, answers, zeros)[0])  # of log ρ, in fp32
+    assert rounding.abs().max() < 1e-5 * truth.abs().max()
+    # ρ out of bounds on either side, with either sign of A: nothing at all, even where ρ overflows
+    for far in (0.75, -0.75, 900.0, -900.0):
+        for a, logp in zip(answers, own):
+            a.logp = [value - far for value in logp]
+        loss = post.OnPolicy.loss(on_policy(m, enc, tau=0.0), answers, values)[0]
+        assert loss == 0 and gradient(m, loss).abs().max() == 0
+        pull = gradient(m, post.OnPolicy.loss(run, answers, values)[0])
+        assert pull.isfinite().all() and pull.abs().max() > 1e-3  # of (log ρ)²
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_post_rollout_and_training_agree(temperature):
+    """Log-probabilities of a rollout, with its cache, and of the forward pass of training."""
+    enc, m = chat_tokenizer(), chat_model().train()
+    answers = begun_answers(enc)
+    before = copy.deepcopy(m.state_dict())
+    post.generate(m, answers, enc, 24, temperature)
+    assert m.training and same(before, m.state_dict())  # no count, no router bias has moved
+    x, y, there, behaviour = post.to_batch(answers, "cpu", [a.logp for a in answers])
+    logp = post.of_targets(m.eval()(x)[0], y, temperature, enc)
+    off = (logp - behaviour)[y != -1].abs()
+    assert off.max() < 3e-5 and off.mean() < 3e-6
+    assert all(0 <= i < 261 for a in answers for i in a.ids)  # never an id that only pads
+    other = post.of_targets(m(x)[0], y, 1.7 - temperature, enc)  # the fault this is for
+    assert (other - behaviour)[y != -1].abs().max() > 1e-2
+    # in training, all but padding counts for balance
+    m.train()(x, counted=there)
+    moe = next(iter(m.moes().values()))
+    assert moe.load.sum() == moe.k * there.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_post_batch_is_single_rollouts(temperature):
+    """Token by token, for prompts of different lengths; also if it is interrupted on the way."""
+    enc, m = chat_tokenizer(), chat_model(3).eval()
+    with torch.no_grad():
+        m.lm_head.weight[chat.control_ids(enc)[3]] *= 4  # some rows end early, some never
+    together, alone, cut = (begun_answers(enc, 8) for _ in range(3))
+    post.generate(m, together, enc, 16, temperature)
+    for a in alone:
+        post.generate(m, [a], enc, 16, temperature)
+    rounds = 0
+    while not all(a.done for a in cut):
+        done = sum(a.done for a in cut)
+        post.generate(m, cut, enc, 16, temperature, enough=2)
+        assert sum(a.done for a in cut) >= min(8, done + 2)
+        rounds += 1
+    assert rounds > 1
+    sizes = {len(a.ids) for a in together}
+    assert len(sizes) > 1 and (max(sizes) == 16 or temperature == 0)
+    for a, b, c in zip(together, alone, cut):
+        assert a.ids == b.ids == c.ids and a.done
+        assert np.allclose(a.logp, b.logp, atol=1e-5) and np.allclose(a.logp, c.logp, atol=1e-5)
+        ends = a.ids[-1] == chat.control_ids(enc)[3]
+        assert ends == (len(a.ids) < 16) or len(a.ids) == 16
+
+
+def test_post_draw():
+    """Drawn as often as it is likely; what cannot be is never drawn."""
+    p = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    chance = torch.linspace(0, 1, 2001)[:-1]
+    drawn = post.draw(p.log().expand(2000, 6), chance, 1.0).flatten()
+    assert (torch.bincount(drawn, minlength=6) / 2000 - p).abs().max() < 2e-3
+    assert set(drawn.tolist()) == {1, 3, 4}
+    assert post.draw(p.log().expand(1, 6), torch.tensor([1 - 2.0 ** -24]), 1.0).item() == 4
+    assert post.draw(p.log().expand(1, 6), torch.tensor([0.99]), 0).item() == 1
+
+
+def test_post_distilling_from_itself_is_nothing():
+    enc, m = chat_tokenizer(), chat_model().train()
+    answers = begun_answers(enc)
+    post.generate(m, answers, enc, 12)
+    own = SimpleNamespace(**vars(on_policy(m, enc)), teachers_=0)
+    own.settings.batch_size = 4
+    own.teachers, own.teacher = {("t", "low"): "x"}, lambda path: m.eval()
+    group = post.Group("t", "7", "low", answers[:1])
+    answers[0].prompt = post.ask("7", "", enc)  # a student that is told nothing, here
+    (theirs,) = post.OnPolicy.judge(own, [group])
+    assert np.allclose(theirs, answers[0].logp, atol=1e-5)
+    loss = post.OnPolicy.loss(own, answers[:1], [theirs])[0]
+    assert gradient(m, loss).abs().max() < 1e-3 * gradient(m, post.OnPolicy.loss(
+        on_policy(m, enc), answers[:1], [[1.0] * len(theirs)])[0]).abs().max()
+
+
+def test_post_distilling_converges():
+    """Two tokens of two words each: the student's distribution becomes the teacher's."""
+    enc = SimpleNamespace(n_vocab=3, _special_tokens={})
+    ban = torch.tensor([-60.0, 0, 0])  # the first word is never said
+    teacher = Table(torch.tensor([[0, 1.5, 0], [0, 0, 0], [0, -2, 0]]) + ban)
+    student = Table(torch.tensor([[0, -1, 1], [0, 2, 0], [0, 0.0, 0]]) + ban)
+    run = on_policy(student, enc, teachers={"t": "x"})
+    optimizer, rng = torch.optim.Adam(student.parameters(), 0.08), torch.Generator().manual_seed(1)
+    for _ in range(100):
+        ids = torch.zeros(64, 1, dtype=torch.int64)
+        for _ in range(2):
+            p = student.logits.detach()[ids[:, -1]].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(p, 1, generator=rng)], dim=1)  # (64, 1 + t)
+        answers = [post.Answer([0], (), row[1:]) for row in ids.tolist()]
+        for a, logp in zip(answers, own_logp(student, answers, enc)):
+            a.logp = logp
+        optimizer.zero_grad()
+        values = own_logp(teacher, answers, enc)
+        (post.OnPolicy.loss(run, answers, values)[0] / 128).backward()
+        optimizer.step()
+    p, q = (model.logits.detach().softmax(-1) for model in (student, teacher))
+    assert (p - q).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "brackets"])
+def test_post_tasks(name):
+    """No reward for form alone, held-out problems apart, worked answers right."""
+    enc, task, rng = chat_tokenizer(), tasks.load(name), random.Random(1)
+    trained = {tasks.find_problem(task, False, i) for i in range(300)}
+    held_out = {tasks.find_problem(task, True, f"held out {i}") for i in range(100)}
+    assert len(trained) > 280 and len(held_out) > 80 and not trained & held_out
+    opening = len(chat.render([], enc, answer=True)[0])
+
+    def worth(problem, thought, answer):
+        message = {"role": "assistant", "reasoning_content": thought, "content": answer}
+        ids = chat.render([message], enc)[0][opening:]
+        return post.is_right(task, problem, ids, enc)
+
+    thoughts = set()
+    for problem in sorted(trained)[:100]:
+        thought, answer = task.solve(problem, rng)
+        thoughts.add(len(thought))
+        assert worth(problem, thought, answer) == 1 == worth(problem, "", answer)
+        for wrong in ("", " ", problem, answer + "0", answer[:-1], f" {answer}", answer * 2,
+                      f"{problem}={answer}", thought + answer + ")"):
+            assert worth(problem, thought, wrong) == 0
+        message = {"role": "assistant", "content": answer}
+        ids = chat.render([message], enc)[0][opening:]
+        assert post.is_right(task, problem, ids[:-1], enc) == 0  # right, but it does not end
+        assert post.is_right(task, problem, ids[:-1] + ids, enc) == 0  # or says it twice
+        assert post.is_right(task, problem, tokenizer.encode(enc, answer).tolist(), enc) == 0
+        assert post.is_right(task, problem, [], enc) == 0
+        assert task.kind(problem) in ("2", "3", "4", "short", "long")
+    assert len(thoughts) > 3
+    if name == "arithmetic":
+        assert task.held_out("12+345") == task.held_out("345+12")
+        assert [task.result(x) for x in ("57+468", "100-99", "1000-1")] == ["525", "1", "999"]
+        seen = {task.solve("57+468", random.Random(i))[0] for i in range(40)}
+        assert seen == {"", "525", "7+8=15 5+6+1=12 0+4+1=5", "75 864 7+8=15 5+6+1=12 0+4+1=5"}
+        assert "0-7=3 0-5-1=4 1-0-1=0" in {task.solve("100-57", random.Random(i))[0]
+                                           for i in range(40)}
+    else:
+        assert task.result("[(){<") == ">}]" and task.stacks("[()")[-1] == "["
+
+
+def test_post_thinking():
+    enc = chat_tokenizer()
+    message = {"role": "assistant", "reasoning_content": "abcd", "content": "12"}
+    begun = len(chat.render([], enc, answer=True)[0])
+    ids = chat.render([message], enc)[0][begun:]
+    assert post.thinking(ids, enc) == 4 and post.thinking(ids[:3], enc) == 3
+    assert post.thinking([], enc) == 0
+
+
+def test_post_packing(in_fp64):
+    """Each conversation once an epoch, whole; a loss on what the assistant says alone."""
+    enc, rng = chat_tokenizer(), random.Random(0)
+    talks = [[{"role": "user", "content": "a" * rng.randint(0, 30)},
+              {"role": "assistant", "content": f"{i:03}" * rng.randint(1, 9)}] for i in range(40)]
+    rendered = [chat.render(talk, enc) for talk in talks]
+    context = 420
+    rows = chat.pack(rendered, context + 1, (1, 0))
+    assert sorted(enc.decode(c[0]) for row in rows for c in row) == sorted(
+        enc.decode(ids) for ids, _ in rendered)
+    assert all(sum(len(c[0]) for c in row) <= context + 1 for row in rows) and len(rows) < 30
+    assert chat.pack(rendered, context + 1, (1, 0)) == rows != chat.pack(rendered, context + 1, 2)
+    assert chat.pack(rendered, context + 1)[0][0] is rendered[0]
+    x, y = chat.inputs_and_targets(rows, context)
+    assert x.shape == y.shape == (len(rows), context)
+    for row, inputs, targets in zip(rows, x, y):
+        said = [enc.decode([i for i, says in zip(*c) if says]) for c in row]
+        assert enc.decode(targets[targets != -1].tolist()) == "".join(said)
+        assert ((targets == -1) | (np.append(inputs[1:], targets[-1]) == targets)).all()
+    # the mean over all that is said in a step, however micro-batches and ranks share it out
+    m, data = chat_model().double().eval(), SimpleNamespace(parts=dict(train=rendered))
+    whole = None
+    for accum, ranks in ((1, 1), (2, 1), (2, 2), (1, 2)):
+        settings = post.Settings(context=context, batch_size=4 // accum, grad_accum=accum, seed=1)
+        total = 0
+        for rank in range(ranks):
+            r = parallel.Ranks()
+            r.rank, r.world_size = rank, ranks
+            r.check(settings, m.config)
+            batches = post.PackedBatches(settings, data, r)
+            micros = r.micro_batches(accum)
+            for micro in micros:
+                x, y, _, weight = batches.make(3, micro)
+                total += m(x, y)[1].item() * weight / len(micros) / ranks
+            batches.close()
+        whole = whole or total
+        assert math.isclose(total, whole, rel_tol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory):
+    """A checkpoint whose tokenizer has the tokens of messages, and conversations beside it."""
+    def make(folder):
+        (folder / "start").mkdir(parents=True)
+        enc, m = chat_tokenizer(), chat_model(vocab_size=261)
+        with torch.no_grad():
+            m.lm_head.weight[chat.control_ids(enc)[3]] *= 4  # some answers end early
+        content = dict(model=m.state_dict(), optimizer={}, step=0, settings={}, data={},
+                       config=dataclasses.asdict(m.config), tokenizer=tokenizer.to_dict(enc))
+        checkpoint.save_checkpoint(folder / "start", 0, content)
+        task, rng = tasks.load("arithmetic"), random.Random(1)
+        with open(folder / "talk.jsonl", "w") as file:
+            for i in range(60):
+                problem = tasks.find_problem(task, False, i)
+                thought, answer = task.solve(problem, rng)
+                talk = [{"role": "user", "content": problem},
+                        {"role": "assistant", "reasoning_content": thought, "content": answer}]
+                file.write(json.dumps({"messages": talk}) + "\n")
+    return made_once(tmp_path_factory, "talkative", make)
+
+
+FEW = dict(
+    sft=["--data=talk.jsonl", "--context=180", "--batch_size=2", "--grad_accum=2"],
+    rl=["--task=arithmetic", "--partial=0.4", "--batch_size=5"],
+    distill=["--teachers=arithmetic:low=start,brackets:max=start", "--keep_teachers=False"])
+for few in (FEW["rl"], FEW["distill"]):
+    few += ["--prompts=3", "--answers=2", "--max_new_tokens=16", "--eval_prompts=3"]
+
+
+def post_here(verb, *arguments):
+    post.learn([verb, "--device=cpu", *arguments], parallel.Ranks())
+
+
+@slow
+@pytest.mark.parametrize("verb", ["sft", "rl", "distill"])
+def test_post_resume_is_bit_for_bit(talkative, tmp_path, monkeypatch, capsys, verb):
+    """4 updates at once, and 2 + 2: the same losses, weights, optimizer, biases, rollouts."""
+    shutil.copytree(talkative, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    how = ["--from=start", *FEW[verb], "--steps=4", "--eval_every=2", "--log_every=1"]
+    post_here(verb, *how, "--out_dir=a")
+    shutil.copytree("a", "b")
+    Path("b/ckpt_00000004.pt").unlink()
+    post_here(verb, "--resume", "--out_dir=b")
+    a, b = (checkpoint.load_checkpoint(name) for name in "ab")
+    assert a["step"] == b["step"] == 4
+    for key in ("model", "optimizer", "random", "groups", "budgets"):
+        assert same(a.get(key), b.get(key)), key
+    moved = [name for name, x in checkpoint.load_checkpoint("start")["model"].items()
+             if not torch.equal(x, a["model"][name])]
+    assert any("router_bias" in name for name in moved) and len(moved) > 30
+    if verb == "rl":  # something was in work, λ being 0.4, some of it begun before the last update
+        begun = [answer for group in a["groups"] for answer in group["answers"]]
+        assert begun and not all(answer["done"] for answer in begun)
+    ours, theirs = metrics(Path("a")), metrics(Path("b"))
+    untimed = lambda lines: [{name: value for name, value in line.items()
+                              if name not in ("seconds", "tokens_per_s")} for line in lines]
+    assert untimed(ours) == untimed(theirs) and len(ours) == 6
+    # what it wrote is read by the others
+    out = capsys.readouterr().out
+    assert out.count("sample.py --chat --out_dir=") == 2
+    model, enc = checkpoint.load_model("a")
+    look.main(["a", "--text"])
+    weights.main(["a", "released"], checkpoint.load_model)
+    assert post.load_start(dict(init_from="released"))[0].config.n_embd == 32
+    for other in {"sft", "rl"} - {verb}:
+        with pytest.raises(ValueError, match=f"is none of post.py {other}"):
+            post_here(other, "--resume", "--out_dir=a")
+    with pytest.raises(ValueError, match="another version|none of train.py|differs in"):
+        train.train(["--resume", "--out_dir=a"])
+
+
+@slow
+def test_post_signal_saves(talkative, tmp_path, monkeypatch, capfd):
+    shutil.copytree(talkative, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    experience = post.OnPolicy.experience
+
+    def interrupted(run):
+        if run.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return experience(run)
+    monkeypatch.setattr(post.OnPolicy, "experience", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        post_here("rl", "--from=start", *FEW["rl"], "--steps=9", "--out_dir=a")
+    assert caught.value.code == 128 + signal.SIGINT
+    assert "stopped by SIGINT after 2 updates" in capfd.readouterr().out
+    assert checkpoint.load_checkpoint("a")["step"] == 2
+
+
+def test_post_refuses(talkative, tmp_path, monkeypatch):
+    """What is wrong is said in one line, before any work."""
+    shutil.copytree(talkative, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    rl, sft = ["rl", "--from=start", "--task=arithmetic"], ["sft", "--from=start"]
+    Path("one.jsonl").write_text(Path("talk.jsonl").read_text().partition("\n")[0])
+    Path("bad.jsonl").write_text("{}\n")
+    plain = checkpoint.load_checkpoint("start") | dict(
+        tokenizer=tokenizer.to_dict(tokenizer.make("bytes")))
+    Path("plain").mkdir()
+    checkpoint.save_checkpoint("plain", 0, plain)
+    for arguments, words in [
+            ([], "sft | rl | distill"), (["ppo"], "sft | rl | distill"),
+            (["rl", "--task=arithmetic"], "--from=RUN is missing"), (["sft", *sft[1:]], "--data"),
+            (["rl", "--from=start"], "--task"), (["distill", "--from=start"], "--teachers"),
+            (["rl", "--from=nowhere", "--task=arithmetic"], "no checkpoint in nowhere"),
+            (["rl", "--from=start", "--task=arithmetik"], "did you mean arithmetic"),
+            (["rl", "--from=plain", "--task=arithmetic"], "no tokens for messages"),
+            ([*rl, "--effort=medium"], "low, high, max"), ([*rl, "--n_embd=64"], "n_embd"),
+            ([*rl, "--data=x"], "--data is not for rl"), ([*rl, "--answers=1"], "2 or more"),
+            ([*rl, "--temperature=0"], "more than 0"), ([*rl, "--partial=0.0"], "0 < partial"),
+            ([*rl, "--expert_parallel=2"], "own pace"), ([*rl, "--lr=-1.0"], "lr > 0"),
+            ([*rl, "--reward=2"], "unknown setting reward"),
+            ([*sft, "--data=none.jsonl"], "none.jsonl"), ([*sft, "--data=one.jsonl"], "one more"),
+            ([*sft, "--data=bad.jsonl"], "line 1: no list of messages"),
+            ([*sft, "--data=talk.jsonl", "--context=50"], "--context="),
+            ([*sft, "--data=talk.jsonl", "--answers=4"], "--answers is not for sft"),
+            (["distill", "--from=start", "--teachers=arithmetic=start"], "task:effort=run")]:
+        with pytest.raises((ValueError, OSError), match=words) as caught:
+            post_here(*(arguments or [""]))
+        assert "\n" not in str(caught.value), caught.value
+    assert not Path("out").exists()
+    monkeypatch.setattr(tasks.load("arithmetic"), "held_out", lambda problem: False)
+    with pytest.raises(ValueError, match="of 10,000 problems none is held out"):
+        post_here(*rl)
+
+
 # ---- parallel.py: the parts by themselves on 4 ranks, in one start of them all; then train.py
 
 def check_experts(group, balance_ranks, case):
@@ -5942,7 +6385,7 @@ def test_weights_mxfp4_export(tmp_path):
         assert torch.equal(getattr(n.layers[3].mlp, name), trained)
     idx = torch.randint(0, 61, (1, 30))
     m.save_pretrained(tmp_path / "b", torch.float32)
-    assert torch.equal(K3.from_pretrained(tmp_path / "b")(idx)[0], m(idx)[0])
+    assert torch.equal(K3.from_pretrained(tmp_path / "b", qat="mxfp4")(idx)[0], m(idx)[0])
     n.save_pretrained(tmp_path / "c", experts="mxfp4")  # once more: nothing changes
     again = K3.from_pretrained(tmp_path / "c")
     assert all(torch.equal(x, y) for x, y in zip(n.parameters(), again.parameters()))
@@ -6016,8 +6459,56 @@ def test_weights_mxfp4_encode():
             weights.mxfp4_encode(torch.full((1, width), number))
 
 
-def test_weights_qat():
+def e4m3_definition():
+    """All finite numbers of E4M3 that are not negative: 3 bits after the point, 4 of exponent."""
+    small = [n / 8 * 2.0 ** -6 for n in range(8)]
+    return torch.tensor(small + [(1 + n / 8) * 2.0 ** e for e in range(-6, 9) for n in range(8)
+                                 if (e, n) != (8, 7)], dtype=torch.float64)
+
+
+def test_moe_mxfp8():
+    """Each number goes to the nearest of E4M3's grid, by the smallest scale that cuts nothing."""
+    torch.manual_seed(0)
+    grid = e4m3_definition()
+    assert len(grid) == 127 and grid.max() == 448
+    rows = torch.randn(40, 96) * torch.logspace(-30, 30, 40).unsqueeze(1)
+    rows[0], rows[1, :32], rows[2, 5] = 0, 448.0, 449.0
+    rows[3, :32] = torch.linspace(-17, 17, 32) / 16 * 464  # halves between codes, the tie to 448
+    x, exponent = mxfp4.mxfp8_parts(rows)
+    blocks = rows.double().unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1)
+    scaled = largest / 2.0 ** exponent.squeeze(-1)
+    alive = largest > 0
+    assert (scaled <= 448).all() and (scaled[alive] > 224).all()
+    away = (blocks / 2.0 ** exponent.double()).abs().unsqueeze(-1) - grid
+    assert torch.isin(x.abs().double(), grid).all()
+    off = x.double().abs() - (blocks / 2.0 ** exponent.double()).abs()
+    assert torch.equal(off.abs(), away.abs().amin(-1))
+    y = mxfp4.mxfp8(rows)
+    assert error(y, rows) < 1 / 16 and torch.equal(mxfp4.mxfp8(y), y)
+    assert torch.equal(y.signbit()[rows != 0], rows.signbit()[rows != 0])
+    for number in (math.inf, math.nan):  # in training, a loss that is not finite stays one
+        assert not mxfp4.mxfp8(torch.tensor([number] + [1.0] * 31)).isfinite().all()
+    # in the layer: what enters w13 and w2 is MXFP8, and gradients pass straight through
+    layer = random_model(qat="mxfp4").layers[1].mlp
+    entered, product = [], moe.grouped_mm
+    z = torch.randn(7, 64, requires_grad=True)
+    chosen, p = torch.tensor([[0, 1]] * 7), torch.full((7, 2), 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "grouped_mm",
+                      lambda x, w, ends: entered.append(x) or product(x, w, ends))
+        out = layer.experts(z, chosen, p)
+    assert [torch.equal(x, mxfp4.mxfp8(x)) for x in entered] == [True, True]
+    assert not torch.equal(z, mxfp4.mxfp8(z))
+    ours, = torch.autograd.grad(out.sum(), z)
+    exact = mxfp4.mxfp8(z).detach().requires_grad_()
+    theirs, = torch.autograd.grad(layer.experts(exact, chosen, p).sum(), exact)
+    assert torch.equal(ours, theirs)
+
+
+def test_weights_qat(monkeypatch):
     """The forward is that of the rounded weights; their gradient reaches the weights unchanged."""
+    monkeypatch.setattr(moe, "mxfp8", lambda rows: rows)  # test_moe_mxfp8 has these
     m, rounded = random_model(qat="mxfp4").train(), random_model().train()
     with torch.no_grad():
         for layer in rounded.layers[1:]:

@@ -150,7 +150,7 @@ def loop(run):
             group["lr"] = lr * group.get("lr_scale", 1)
 
         # forward and backward: the mean over all micro-batches of all processes
-        parts = gradients(run)
+        parts = run.gradients()
         means, norm, stopped = ranks.sum_gradients(model, parts.sum(0), bool(run.signals))
         loss, mtp_loss = means
         if not math.isfinite(loss + norm):
@@ -179,10 +179,7 @@ def loop(run):
             run.log.training(run, loss, lr, norm, mtp_loss)
         if run.step % settings.eval_every == 0 or last:
             run.save()                            # first: the evaluation may fail or take long
-            run.log.evaluation(run, {split: losses(model, run.data.tokens(split), settings,
-                                                   run.device, run.autocast, ranks,
-                                                   run.data.images[split])
-                                     for split in ("train", "val")})
+            run.log.evaluation(run, run.evaluate())
     run.finish(stopped, data_changed)
 
 
@@ -286,16 +283,37 @@ class Run:
             model = load_released(given["init_from"], given, self.data.enc)
             given = {**given, **asdict(model.config)}
         self.settings, self.config = make_settings({**given, "out_dir": out_dir}, self.data.enc)
-        self.out_dir = Path(out_dir)
-        ranks.way_back = f"--resume --out_dir={out_dir}"
-        ranks.check(self.settings, self.config)
-        self.data.check(self.settings, self.config, saved)
         self.batches = Batches(self.settings, self.data, ranks)
-        self.device, self.dtype, self.peak = set_up_machine(self.settings)
-        self.autocast = torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
         self.log = Log(self.settings, speaks=ranks.rank == 0)
-        ranks.start(self.device, self.settings.timeout)
+        self.set_up(model, saved)
+
+    def set_up(self, model, saved):
+        """All that does not depend on what is learned from, here or in post.py."""
+        settings, ranks = self.settings, self.ranks
+        self.out_dir = Path(settings.out_dir)
+        ranks.way_back = f"--resume --out_dir={settings.out_dir}"
+        ranks.check(settings, self.config)
+        self.data.check(settings, self.config, saved)
+        self.device, self.dtype, self.peak = set_up_machine(settings)
+        self.autocast = torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32)
+        ranks.start(self.device, settings.timeout)
         self.build(model, saved)
+
+    def gradients(self):
+        return gradients(self)
+
+    def evaluate(self):
+        return {split: losses(self.model, self.data.tokens(split), self.settings, self.device,
+                              self.autocast, self.ranks, self.data.images[split])
+                for split in ("train", "val")}
+
+    def also_saved(self):
+        """What other kinds of runs keep in a checkpoint beside the rest. On all ranks."""
+        return {}
+
+    def what_now(self):
+        tokens = self.step * tokens_per_step(self.settings)
+        return f", {tokens:,} tokens; sample with: python sample.py --out_dir={self.out_dir}"
 
     def build(self, model, saved):
         """Model and optimizer: new ones, released weights, or those of a checkpoint."""
@@ -379,7 +397,8 @@ class Run:
         weights, moments = self.ranks.whole_state(self.model, self.optimizer)
         content = dict(model=weights, optimizer=moments, step=self.step, seconds=self.seconds,
                        random=random, config=asdict(self.config), settings=asdict(self.settings),
-                       tokenizer=tokenizer.to_dict(self.data.enc), data=self.data.identity)
+                       tokenizer=tokenizer.to_dict(self.data.enc), data=self.data.identity,
+                       **self.also_saved())
         self.ranks.first(lambda: checkpoint.save_checkpoint(self.out_dir, self.step, content))
 
     def finish(self, stopped, data_changed):
@@ -403,9 +422,7 @@ class Run:
                          f"go on with --resume --out_dir={self.out_dir}{other}")
             sys.exit(128 + number)
         if begun:
-            tokens = self.step * tokens_per_step(self.settings)
-            self.log.say(f"done: {self.step} updates in {self.seconds:.0f} s, {tokens:,} tokens; "
-                         f"sample with: python sample.py --out_dir={self.out_dir}")
+            self.log.say(f"done: {self.step} updates in {self.seconds:.0f} s{self.what_now()}")
         else:
             self.log.say(f"nothing to do: the run in {self.out_dir} has {self.step} updates "
                          f"already; give more than --steps={self.settings.steps}")
@@ -512,6 +529,10 @@ class Data:
                 raise ValueError(f"context = {shortest}: {self.folder}/{split}.bin has an image of "
                                  f"{longest} tokens; give a context of at least that")
 
+    def told(self, settings):
+        return (f"data/{settings.data}: {self.meta['train_tokens']:,} tokens, "
+                f"{tokens_per_step(settings):,} a step")
+
     def tokens(self, split):
         """
         Token ids (n), a map of the file. Make it anew for each step: pages touched through a map
@@ -598,8 +619,7 @@ class Log:
         processes = (f", {ranks.world_size} processes, experts over {ranks.expert_ranks}, "
                      f"context over {ranks.context_ranks}" if ranks.world_size > 1 else "")
         self.say(f"{model.num_params():,} parameters, {model.num_active_params():,} active; "
-                 f"data/{settings.data}: {run.data.meta['train_tokens']:,} tokens, "
-                 f"{tokens_per_step(settings):,} a step; {run.device}, {str(run.dtype)[6:]}"
+                 f"{run.data.told(settings)}; {run.device}, {str(run.dtype)[6:]}"
                  f"{processes}; {run.out_dir}")
         if self.speaks and settings.wandb:
             import wandb
@@ -739,10 +759,10 @@ def read_arguments(arguments):
     return given, stem
 
 
-def resumed_settings(given, saved, out_dir):
+def resumed_settings(given, saved, out_dir, types=TYPES):
     """The settings of a run that goes on: its own, but for those that it may change."""
     own = {**saved["settings"], **saved["config"]}
-    odd = (own.keys() - TYPES.keys()) | ({"random", "seconds"} - saved.keys())
+    odd = (own.keys() - types.keys()) | ({"random", "seconds"} - saved.keys())
     if odd:
         raise ValueError(f"the checkpoint in {out_dir} is of another version of nanoK3, which "
                          f"differs in {', '.join(sorted(odd))}; use the version that wrote it")
@@ -769,6 +789,12 @@ def make_settings(given, enc):
     if config.vocab_size < enc.n_vocab:
         raise ValueError(f"vocab_size = {config.vocab_size}: the tokenizer of data/{s.data} has "
                          f"{enc.n_vocab} tokens; leave vocab_size out, or give as many")
+    check(s)
+    return s, config
+
+
+def check(s, also=()):
+    """also: more (name, whether its value fits, what was expected). Errors: ValueError."""
     counts = ("batch_size", "context", "grad_accum", "steps", "log_every", "eval_every",
               "eval_batches", "timeout")
     for name, fits, expected in [
@@ -782,10 +808,10 @@ def make_settings(given, enc):
             ("optimizer", s.optimizer in ("muon", "whole", "adamw"), "muon, whole or adamw"),
             ("context_stages", stages_fit(s),
              "(part of the run, context) pairs that start at 0 and ascend, each context dividing "
-             f"batch_size · context = {s.batch_size * s.context}, the last one being {s.context}")]:
+             f"batch_size · context = {s.batch_size * s.context}, the last one being {s.context}"),
+            *also]:
         if not fits:
             raise ValueError(f"{name} = {getattr(s, name)!r}: expected {expected}")
-    return s, config
 
 
 def stages_fit(settings):
@@ -861,10 +887,10 @@ def keep_memory():
         libc.mallopt(-1, (1 << 31) - 1)           # M_TRIM_THRESHOLD
 
 
-def main(arguments):
+def main(arguments, learn=train):
     ranks = Ranks()
     try:
-        train(arguments, ranks)
+        learn(arguments, ranks)
     except (ValueError, OSError, FloatingPointError, RuntimeError, MemoryError) as error:
         message = what_to_change(error)
         if not message and isinstance(error, RuntimeError) and ranks.world_size == 1:

@@ -17,6 +17,8 @@ a text is eight characters.
 import json
 import re
 
+import numpy as np
+
 from data import tokenizer
 
 OPEN, CLOSE, SEP, END = CONTROL = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
@@ -188,3 +190,35 @@ def checked(line):
         raise ValueError(f"roles out of order: {', '.join(roles)}; expected system messages, then "
                          "user and assistant in turn")
     return messages
+
+
+# ---- rows of conversations to train on
+
+def pack(rendered, room, key=None):
+    """
+    What render gives for conversations → a list of rows, each as many of them as fit into `room`
+    ids. key: of their order, an int or a tuple; None keeps it. In a row the later ones see those
+    before them, as documents do in pre-training.
+    """
+    order = range(len(rendered)) if key is None else np.random.default_rng(key).permutation(
+        len(rendered))
+    rows, left = [], 0
+    for i in order:
+        size = len(rendered[i][0])
+        if size > left:
+            rows.append([])
+            left = room
+        rows[-1].append(rendered[i])
+        left -= size
+    return rows
+
+
+def inputs_and_targets(rows, context):
+    """→ x, y (B, context) int64: y is what follows x where the assistant says it, else −1."""
+    ids = np.zeros((len(rows), context + 1), np.int64)
+    said = np.zeros((len(rows), context + 1), bool)
+    for row, conversations in enumerate(rows):
+        for to, parts in zip((ids, said), zip(*conversations)):
+            flat = np.concatenate(parts)
+            to[row, :len(flat)] = flat
+    return ids[:, :-1].copy(), np.where(said, ids, -1)[:, 1:].copy()

@@ -26,7 +26,8 @@ quickstart's) and settings: python -m lab.bench profile config/gpu_small.py --ba
     profile    these, and --grad_accum, --optimizer, --device, --dtype
 
 How well a model reads after config/reading.py: python -m lab.bench reading (lab/reading.py). What
-drafts bring after config/draft.py: python -m lab.bench draft (lab/draft.py).
+drafts bring after config/draft.py: python -m lab.bench draft (lab/draft.py). From a model to one
+that thinks as long as it is told: python -m lab.bench post (lab/post.py).
 What each idea of K3 brings, in minutes to hours: python -m lab.study.
 """
 import contextlib
@@ -47,7 +48,7 @@ import moe
 import muon
 import train
 from attnres import Mix
-from lab import draft, reading
+from lab import draft, post, reading
 from lab.study import STUDIES, PlainGPT, by_processor, in_turn, now
 from mla import GatedMLA
 from model import K3, K3Config
@@ -630,6 +631,8 @@ def main(arguments):
         return reading.main(rest or ["read"])
     if name == "draft":                                    # and as in lab.draft
         return draft.bench(rest)
+    if name == "post":                                     # as in lab.post
+        return post.main(rest)
     names, settings = arguments or list(BENCHES), []
     if name in WITH_SETTINGS and rest and rest[0] not in BENCHES:
         names, settings = [name], rest
@@ -637,7 +640,7 @@ def main(arguments):
         if unknown.startswith("-"):
             raise ValueError(f"{unknown}: only {', '.join(WITH_SETTINGS)} take settings, "
                              "one bench at a time")
-        there = ", ".join([*BENCHES, "reading", "draft", *STUDIES])
+        there = ", ".join([*BENCHES, "reading", "draft", "post", *STUDIES])
         raise ValueError(f"no bench {unknown}; there are: {there}")
     train.keep_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")

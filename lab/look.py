@@ -18,6 +18,8 @@ to see in it.
     bias          §2.3.3  the router's bias
     activations   §2.3    gate and up branch beside SiTU's bounds
     loss                  over tokens and over time
+    reward, thinking, ratio         of post.py's rl and distill in the place of loss: what answers
+                  §4.1    are worth, tokens of thought, and how far from ρ = 1 an update is
 
 PNG by matplotlib if it is installed, otherwise text. A picture that a run has no data for (no MoE
 layer, an old metrics.jsonl) is left out, with a word on why.
@@ -245,6 +247,32 @@ def loss(draw, runs):
         for bits, name, tokens, seconds in sorted(ends)) or "no evaluation yet, only training loss")
 
 
+def reward(draw, runs):
+    return of_answers(draw, runs, "reward", "mean reward of the answers",
+                      "what an update learned from was worth")
+
+
+def thinking(draw, runs):
+    return of_answers(draw, runs, "thinking", "tokens of thought",
+                      "a budget that falls bends it down")
+
+
+def ratio(draw, runs):
+    return of_answers(draw, runs, "log_ratio", "mean |log ρ| of a token",
+                      "0 is on-policy; answers begun under earlier weights lift it")
+
+
+def of_answers(draw, runs, name, unit, words):
+    """A figure of post.py's metrics over its updates. runs: as of loss."""
+    curves = {}
+    for run, (lines, _) in runs.items():
+        found = [line for line in lines if has(line, name)]
+        curves[run] = [line["step"] for line in found], [line[name] for line in found]
+    draw.curves([("updates", curves)], unit, unit)
+    return words + "; " + "; ".join(f"{run} begins at {y[0]:.3g} and ends at {y[-1]:.3g}"
+                                    for run, (_, y) in curves.items())
+
+
 PICTURES = (mixtures, decay, load, kinds, bias, activations)
 
 
@@ -374,7 +402,7 @@ class Terminal:
                     bar = "█" * max(0, round(8 * (6 + math.log10(max(share, 1e-6)))))
                     print(f"    {low:8.2f} … {high:8.2f} │{bar} {share:.1e}{mark}")
 
-    def curves(self, panels, title):
+    def curves(self, panels, title, unit="bits per byte"):
         letters = "abcdefghijklmnopqrstuvwxyz"
         for across, curves in panels:
             points = [np.array(curve, float) for curve in curves.values()]        # (2, n) each
@@ -432,14 +460,14 @@ class Pictures:
         figure.suptitle(title, fontsize=9)
         self.save(figure)
 
-    def curves(self, panels, title):
+    def curves(self, panels, title, unit="bits per byte"):
         figure, axes = self.plt.subplots(1, len(panels), figsize=(3.6 * len(panels), 2.8),
                                          layout="constrained", sharey=True, squeeze=False)
         for axis, (across, curves) in zip(axes[0], panels):
             for name, (x, y) in curves.items():
                 axis.plot(x, y, label=name, lw=1, marker="." if len(x) < 20 else None)
             axis.set_xlabel(across)
-        axes[0, 0].set_ylabel("bits per byte")
+        axes[0, 0].set_ylabel(unit)
         axes[0, 0].legend(fontsize=7)
         figure.suptitle(title, fontsize=9)
         self.save(figure)
@@ -507,7 +535,13 @@ def main(arguments):
         seen = observe(model, ids)
         for picture in PICTURES:
             show(picture, seen, lines, model, documents, context)
-    show(loss, metrics)
+    answering = {run: found for run, found in metrics.items()
+                 if found[1].get("verb") in ("rl", "distill")}
+    others = {run: found for run, found in metrics.items() if run not in answering}
+    for picture in (reward, thinking, ratio) if answering else ():
+        show(picture, answering)
+    if others:
+        show(loss, others)
 
 
 if __name__ == "__main__":
